@@ -1,0 +1,73 @@
+# Sets up its own virtual environment; needs Python 3.11 or newer with the venv module, and nothing else.
+#   make quickstart [SEED=n]   warm-up, reinforcement learning and evaluation of a tiny model; ends with one JSON line
+#   make test | test-slow | lint | types | format
+# PYTHON=python3.12 picks an interpreter. PIP_FLAGS='--extra-index-url URL' adds options to every pip install, for example
+# an index with builds of torch for CPUs only, which are much smaller.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+# Whatever Python variables the caller's shell has set are for another environment.
+unexport PYTHONPATH PYTHONHOME
+
+NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
+ifeq ($(origin PYTHON),undefined)
+PYTHON := $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+            if $$p -c '$(NEW_ENOUGH)' >/dev/null 2>&1; then echo $$p; break; fi; done)
+endif
+
+SEED ?= 0
+PIP_FLAGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: help quickstart test test-slow lint types format
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+# --no-compile: what is never imported need not be compiled; python does the rest at first use.
+# One stamp each for what the package needs and for what its tests need; either is made again when its inputs change.
+$(VENV)/.made:
+	@if [ -z "$(PYTHON)" ] || ! $(PYTHON) -c '$(NEW_ENOUGH)' 2>/dev/null; then \
+	  echo "plimsoll needs Python 3.11 or newer; found: $$( { $(or $(PYTHON),python3) --version || true; } 2>&1 )." \
+	       "Name one with: make PYTHON=/path/to/python3.12" >&2; exit 2; fi
+	@if ! $(PYTHON) -c 'import venv, ensurepip' 2>/dev/null; then \
+	  echo "$(PYTHON) has no venv module (Debian and Ubuntu: apt install python3-venv)" >&2; exit 2; fi
+	@if [ ! -x $(BIN)/python ]; then echo "making $(VENV)" >&2; $(PYTHON) -m venv $(VENV); fi
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.made pyproject.toml constraints.txt
+	@echo "installing plimsoll and what it needs into $(VENV)" >&2
+	@$(PIP_INSTALL) -e . >&2
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.made pyproject.toml constraints.txt
+	@echo "installing plimsoll and what its tests need into $(VENV)" >&2
+	@$(PIP_INSTALL) -e '.[dev]' >&2
+	@touch $@ $(VENV)/.installed
+
+quickstart: $(VENV)/.installed
+	@$(BIN)/plimsoll sft recipes/quickstart_sft.yaml --overwrite seed=$(SEED)
+	@$(BIN)/plimsoll train recipes/quickstart.yaml --overwrite seed=$(SEED) --json
+
+test: $(VENV)/.installed-dev
+	$(PYTEST) -m "not slow and not gpu"
+
+test-slow: $(VENV)/.installed-dev
+	$(PYTEST) -m "slow and not gpu"
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-dev
+	$(BIN)/pyright
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .

@@ -1,0 +1,1 @@
+"""plimsoll: reinforcement learning for language models with planned memory."""

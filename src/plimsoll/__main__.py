@@ -1,0 +1,6 @@
+"""`python -m plimsoll` is `plimsoll`."""
+
+from plimsoll.cli import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,269 @@
+"""Checkpoints of one run: RUN/checkpoints/step_N, complete or absent.
+
+    save:  .step_12.tmp-PID/ is written ─▶ manifest.json ─▶ fsync ─▶ renamed to step_12 ─▶ fsync of the parent
+    then:  older ones beyond `keep`: step_8 renamed to .step_8.old-PID ─▶ deleted
+
+A folder counts only under the name `step_N` and with a manifest that fits, so a process may be killed between any two
+of these and the newest complete checkpoint is still found. Deletion comes after the new one is published, never before.
+"""
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from plimsoll.checkpoint.files import format_bytes, free_bytes, fsync_folder, fsync_tree
+from plimsoll.checkpoint.manifest import why_incomplete, write_manifest
+from plimsoll.errors import CheckpointError, RunFolderError
+
+_STEP_NAME = re.compile(r"step_(0|[1-9]\d*)")
+_LEFTOVER_NAME = re.compile(r"\.step_\d+\.(tmp|old)-\d+")
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Skipped:
+    """A folder that is not a complete checkpoint."""
+
+    path: Path
+    reason: str
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Checkpoint:
+    """A complete checkpoint."""
+
+    path: Path
+    step: int
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Scan:
+    """The newest complete checkpoint, if any, and what was passed over on the way to it."""
+
+    checkpoint: Checkpoint | None
+    skipped: tuple[Skipped, ...]
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Found:
+    """The newest complete checkpoint, and what was passed over on the way to it, newest first."""
+
+    path: Path
+    step: int
+    skipped: tuple[Skipped, ...]
+
+
+def print_to_stderr(line: str) -> None:
+    """The default way to say something."""
+    print(line, file=sys.stderr, flush=True)
+
+
+class CheckpointStore:
+    """Writes, finds and deletes checkpoints in one folder. Only the process that trains the run may save in it.
+
+    Args:
+        folder: RUN/checkpoints; made by the first save.
+        keep: newest complete checkpoints that stay; None: all.
+        say: takes one line about leftovers that were removed.
+        free: bytes free at a folder.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int | None,
+        say: Callable[[str], None] = print_to_stderr,
+        free: Callable[[Path], int] = free_bytes,
+    ) -> None:
+        assert keep is None or keep >= 1
+        self.folder = folder
+        self.keep = keep
+        self._say = say
+        self._free = free
+        self._damaged: set[int] = set()  # steps whose hashes did not fit: right sizes must not make them count again
+
+    def path_of(self, step: int) -> Path:
+        """Where the checkpoint of `step` is, or would be."""
+        return self.folder / f"step_{step}"
+
+    def save(
+        self,
+        step: int,
+        write: Callable[[Path], None],
+        *,
+        estimate_bytes: int | None = None,
+    ) -> Path:
+        """Write, prove and publish the checkpoint of `step`, then delete those beyond `keep`.
+
+        A damaged checkpoint of the same step is replaced. A complete one is never overwritten: ask `holds` first.
+
+        Args:
+            write: fills the empty folder it is given; its files must be plain ones.
+            estimate_bytes: refuse before writing when fewer are free.
+
+        Raises:
+            CheckpointError: nothing was published; nothing partial stays, and older checkpoints are untouched.
+        """
+        if self.holds(step):
+            raise CheckpointError(f"{self.path_of(step)} exists and is complete; it is not written again")
+        shortage = self._shortage(estimate_bytes)
+        if shortage is not None:
+            raise CheckpointError(self._failure(step, shortage))
+        partial = self.folder / f".step_{step}.tmp-{os.getpid()}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.remove_leftovers()
+            partial.mkdir()
+            write(partial)
+            write_manifest(partial, step)
+            fsync_tree(partial)
+            self._publish(partial, step)
+            self._damaged.discard(step)
+        except BaseException as error:
+            # BaseException: an abandoned step (Interrupted) must not leave a partial either, but stays what it is.
+            self._remove(partial)
+            if not isinstance(error, Exception):
+                raise
+            raise CheckpointError(self._failure(step, f"{type(error).__name__}: {error}")) from error
+        self._retain(step)
+        return self.path_of(step)
+
+    def check_space(self, estimate_bytes: int) -> None:
+        """Refuse a run that could not write a single checkpoint.
+
+        Raises:
+            RunFolderError: fewer than `estimate_bytes` are free.
+        """
+        shortage = self._shortage(estimate_bytes)
+        if shortage is not None:
+            raise RunFolderError(f"no room for a checkpoint: {shortage}. {_REMEDY}")
+
+    def holds(self, step: int) -> bool:
+        """Whether the checkpoint of `step` is there and complete, hashes included."""
+        path = self.path_of(step)
+        return path.is_dir() and why_incomplete(path, step, verify=True) is None
+
+    def complete_steps(self) -> list[int]:
+        """Steps of complete checkpoints, ascending.
+
+        Files are compared by presence and size, not hashed; a step that `scan` found damaged does not count.
+        """
+        return [
+            step
+            for step in self._steps()
+            if step not in self._damaged and why_incomplete(self.path_of(step), step, verify=False) is None
+        ]
+
+    def scan(self, verify: bool = True) -> Scan:
+        """Look for the newest complete checkpoint. Changes nothing on disk: any process may call it on any run.
+
+        Args:
+            verify: hash the files (else: presence and size).
+        """
+        skipped = [Skipped(path=path, reason="a save that did not finish") for path in self._leftovers("tmp")]
+        for step in reversed(self._steps()):
+            path = self.path_of(step)
+            reason = why_incomplete(path, step, verify=verify)
+            if reason is None:
+                return Scan(checkpoint=Checkpoint(path=path, step=step), skipped=tuple(skipped))
+            self._damaged.add(step)
+            skipped.append(Skipped(path=path, reason=reason))
+        return Scan(checkpoint=None, skipped=tuple(skipped))
+
+    def newest(self, verify: bool = True) -> Found:
+        """The newest complete checkpoint.
+
+        Raises:
+            RunFolderError: there is none; every candidate is named with its reason.
+        """
+        result = self.scan(verify)
+        if result.checkpoint is None:
+            causes = [f"there is no complete checkpoint in {self.folder}"]
+            raise RunFolderError(
+                [
+                    *causes,
+                    *(f"{skipped.path}: {skipped.reason}" for skipped in result.skipped),
+                ]
+            )
+        return Found(
+            path=result.checkpoint.path,
+            step=result.checkpoint.step,
+            skipped=result.skipped,
+        )
+
+    def remove_leftovers(self) -> None:
+        """Delete what a killed save or a killed deletion left behind, and say so."""
+        for path in self._leftovers("tmp", "old"):
+            self._say(f"removing {path}, left by a process that was killed")
+            self._remove(path)
+
+    def _steps(self) -> list[int]:
+        """Steps of folders named step_N, complete or not, ascending."""
+        if not self.folder.is_dir():
+            return []
+        matches = (_STEP_NAME.fullmatch(path.name) for path in self.folder.iterdir() if path.is_dir())
+        return sorted(int(match[1]) for match in matches if match)
+
+    def _leftovers(self, *kinds: str) -> list[Path]:
+        if not self.folder.is_dir():
+            return []
+        matches = ((path, _LEFTOVER_NAME.fullmatch(path.name)) for path in sorted(self.folder.iterdir()))
+        return [path for path, match in matches if match and match[1] in kinds]
+
+    def _publish(self, partial: Path, step: int) -> None:
+        final = self.path_of(step)
+        damaged = self._trash(final) if final.exists() else None
+        os.rename(partial, final)
+        fsync_folder(self.folder)
+        if damaged is not None:
+            self._remove(damaged)
+
+    def _retain(self, new: int) -> None:
+        """Delete the oldest complete checkpoints beyond `keep`. The new one stands, so a failure is only said.
+
+        Steps above `new` are those that a resume passed over: they neither count nor push the new one out.
+        """
+        if self.keep is None:
+            return
+        for step in [step for step in self.complete_steps() if step <= new][: -self.keep]:
+            try:
+                trash = self._trash(self.path_of(step))
+            except OSError as error:
+                self._say(f"could not delete {self.path_of(step)}: {error}")
+            else:
+                self._remove(trash)
+
+    def _trash(self, path: Path) -> Path:
+        """Take the name away first: a folder that is half deleted must not look like a checkpoint."""
+        trash = path.with_name(f".{path.name}.old-{os.getpid()}")
+        os.rename(path, trash)
+        return trash
+
+    def _remove(self, path: Path) -> None:
+        if not path.exists():
+            return
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            self._say(f"could not delete {path}: {error}; it is not counted as a checkpoint")
+
+    def _shortage(self, estimate_bytes: int | None) -> str | None:
+        if estimate_bytes is None:
+            return None
+        free = self._free(self.folder)
+        if free >= estimate_bytes:
+            return None
+        return f"{format_bytes(estimate_bytes)} are needed, {format_bytes(free)} are free in {self.folder}"
+
+    def _failure(self, step: int, cause: str) -> str:
+        steps = self.complete_steps()
+        kept = f"the checkpoint of step {steps[-1]} is kept" if steps else "there is no older checkpoint"
+        free = f"{format_bytes(self._free(self.folder))} are free"
+        return f"the checkpoint of step {step} was not written to {self.folder}: {cause} ({free}; {kept}). {_REMEDY}"
+
+
+_REMEDY = "Free some space, lower checkpoint.keep, or set run_root to a larger disk that you may write to."

@@ -1,0 +1,127 @@
+"""safetensors files, written and read one tensor at a time.
+
+The library's own `save_file` wants every tensor at once, as contiguous host memory that nothing shares: for moments
+that live on a GPU or on file pages that is a second copy of all of them. The format is small: 8 bytes little-endian
+length of the header, a JSON header {name: {dtype, shape, data_offsets}}, then the bytes. Reading is the library's.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+"""torch's dtype for a dtype of the format."""
+
+_ALIGNMENT = 8  # of the data's start, so that readers can map any dtype
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class TensorSpec:
+    """A tensor that is asked for only when its bytes are written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]  # any device, any strides; of this dtype and shape
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the file."""
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+def write_specs(path: Path, specs: Sequence[TensorSpec]) -> int:
+    """Write a safetensors file; at most one tensor of `specs` is held at a time. Returns its size in bytes."""
+    # Widest dtype first: every tensor then starts at a multiple of its own item size.
+    ordered = sorted(specs, key=lambda spec: (-spec.dtype.itemsize, spec.name))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file that does not say so
+    offset = 0
+    for spec in ordered:
+        assert spec.name not in header, f"two tensors named {spec.name}"
+        header[spec.name] = {
+            "dtype": _DTYPE_NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [offset, offset + spec.num_bytes],
+        }
+        offset += spec.num_bytes
+    text = json.dumps(header, separators=(",", ":")).encode("utf-8")
+    text += b" " * (-len(text) % _ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for spec in ordered:
+            _write_bytes(file, spec)
+    return 8 + len(text) + offset
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> int:
+    """Write plain (not sharded) tensors by name. Tensors that share memory are written each in full."""
+    specs = [
+        TensorSpec(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), read=tensor.detach)
+        for name, tensor in tensors.items()
+    ]
+    return write_specs(path, specs)
+
+
+class TensorFiles(Mapping[str, Tensor]):
+    """The tensors of safetensors files, by name. Each is read when it is asked for, and not kept.
+
+    What comes back may be a view of the mapped file: copy it before the file is overwritten in place.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        # Any: safetensors' reader comes without types.
+        self._files: list[Any] = [safe_open(path, framework="pt", device="cpu") for path in paths]
+        self._file_of: dict[str, int] = {}
+        for index, file in enumerate(self._files):
+            self._file_of.update(dict.fromkeys(file.keys(), index))
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._files[self._file_of[name]].get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+    def spec(self, name: str) -> TensorSpec:
+        """Name, dtype and shape without reading the bytes."""
+        part: Any = self._files[self._file_of[name]].get_slice(name)
+        return TensorSpec(
+            name=name,
+            dtype=DTYPES[part.get_dtype()],
+            shape=tuple(part.get_shape()),
+            read=lambda: self[name],
+        )
+
+
+def _write_bytes(file: BinaryIO, spec: TensorSpec) -> None:
+    tensor = spec.read()
+    assert (tensor.dtype, tuple(tensor.shape)) == (spec.dtype, spec.shape), f"{spec.name} is not what was announced"
+    assert type(tensor) is Tensor or type(tensor) is torch.nn.Parameter, f"{spec.name} is a {type(tensor).__name__}"
+    if tensor.numel() == 0:
+        return
+    # As bytes: numpy knows no bfloat16. reshape first: a scalar cannot be viewed as another dtype.
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    file.write(flat.numpy().data)

@@ -1,0 +1,237 @@
+"""The command line: parse, load and check the recipe, and only then import what is heavy.
+
+Exit codes: 0 done; 2 refused before anything heavy started; 1 failed while running; 130 and 143 interrupted.
+stdout carries results only. With --json its last line is exactly one JSON object; everything else goes to stderr.
+"""
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn
+
+import typer
+
+from plimsoll.cluster.signals import Interrupted
+from plimsoll.config.checks import check_eval, check_sft, check_train
+from plimsoll.config.describe import describe_keys
+from plimsoll.config.files import check_files
+from plimsoll.config.load import load_recipe
+from plimsoll.config.recipe import Recipe
+from plimsoll.errors import PlimsollError, RecipeError, RefusedError, RunFolderError
+from plimsoll.memory.allocator import environment
+from plimsoll.observe.run_folder import RunFolder
+from plimsoll.reward.resolve import check_function
+
+INTERRUPTED = 130
+"""Exit code of Ctrl-C."""
+
+
+def _help_of_keys() -> str:
+    paragraphs = [
+        "Keys of a recipe; each can be given as an argument, section.key=value.",
+        *describe_keys().split("\n\n"),
+    ]
+    return "\n\n".join(f"\b\n{paragraph}" for paragraph in paragraphs)  # \b: a paragraph that is not re-wrapped
+
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Reinforcement learning for language models: a YAML recipe in, a run folder out.",
+)
+
+RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="SECTION.KEY=VALUE", help="Settings that win over the recipe.", show_default=False),
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the run's newest complete checkpoint.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete what the run folder holds, then start.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on the last line of stdout.")]
+
+
+@app.command(epilog=_help_of_keys())
+def train(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train by reinforcement learning."""
+    loaded = _load_training("train", check_train, recipe, overrides or [], resume=resume, overwrite=overwrite)
+    from plimsoll.train import run
+
+    summary = run(loaded, resume=resume, overwrite=overwrite)
+    _finish(summary.as_json(), as_json=as_json, exit_code=summary.exit_code)
+
+
+@app.command(epilog=_help_of_keys())
+def sft(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train on given responses (supervised fine-tuning)."""
+    loaded = _load_training("sft", check_sft, recipe, overrides or [], resume=resume, overwrite=overwrite)
+    from plimsoll.sft import run
+
+    summary = run(loaded, resume=resume, overwrite=overwrite)
+    _finish(summary.as_json(), as_json=as_json, exit_code=summary.exit_code)
+
+
+def _load_training(
+    command: Literal["train", "sft"],
+    check: Callable[[Recipe], tuple[str, ...]],
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    resume: bool,
+    overwrite: bool,
+) -> Recipe:
+    """A recipe with nothing left to refuse but the contents of data and model."""
+    if resume and overwrite:
+        raise RunFolderError("--resume goes on with the run and --overwrite deletes it: give one of the two")
+    recipe = load_recipe(path, overrides)
+    for note in check(recipe):
+        _say(note)
+    check_files(recipe, path, command=command)
+    check_function(recipe.reward)
+    RunFolder.check(Path(recipe.run_root), recipe.name, resume=resume, overwrite=overwrite)
+    _prepare_environment()
+    return recipe
+
+
+@app.command(name="eval")
+def evaluate(
+    target: Annotated[Path, typer.Argument(metavar="RUN_OR_MODEL", help="A run folder or a Hugging Face folder.")],
+    overrides: Overrides = None,
+    recipe: Annotated[
+        Path | None, typer.Option("--recipe", metavar="RECIPE", help="The recipe. Default: the run's own.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure accuracy and pass@k on held-out rows."""
+    if not target.is_dir():
+        raise RefusedError(f"{target} is not a folder: name a run folder or a Hugging Face folder")
+    path = _recipe_of(target) if recipe is None else recipe
+    loaded = load_recipe(path, overrides or [])
+    check_eval(loaded)
+    check_files(loaded, path, command="eval")
+    check_function(loaded.reward)
+    _prepare_environment()
+    from plimsoll.evaluate import run
+
+    _finish(run(target, loaded).as_json(), as_json=as_json)
+
+
+def _recipe_of(target: Path) -> Path:
+    """The recipe.json of a run, also when one of its checkpoints/step_N is named."""
+    for folder in (target, target.resolve().parent.parent):
+        if (folder / "recipe.json").is_file():
+            return folder / "recipe.json"
+    raise RecipeError(
+        f"{target} is no run folder (it holds no recipe.json), so what to evaluate on is not known: "
+        "give --recipe RECIPE, a recipe with `data.eval`"
+    )
+
+
+@app.command()
+def export(
+    run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it must not hold anything.")],
+    step: Annotated[int | None, typer.Option(help="Step of the checkpoint. Default: the newest complete one.")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="float32, bfloat16, float16 or float64. Default: bfloat16 for a run that computed in it, else float32."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a checkpoint as a Hugging Face folder."""
+    if not run_folder.is_dir():
+        raise RefusedError(f"{run_folder} is not a folder: name a run folder")
+    _prepare_environment()
+    from plimsoll.export import run
+
+    done = run(run_folder, step, out, dtype)
+    values = {"path": str(done.path), "source": str(done.source), "step": done.step, "dtype": done.dtype}
+    _finish({**values, "tensors": done.num_tensors, "bytes": done.num_bytes}, as_json=as_json)
+
+
+# Unknown arguments are taken, so that the answer is always that the command is missing and never that an option is.
+_ANY = {"ignore_unknown_options": True, "allow_extra_args": True}
+
+
+@app.command(context_settings=_ANY)
+def plan() -> None:
+    """Show where the memory of a run would go (not in this version)."""
+    _not_built("plan", "`plimsoll train RECIPE train.steps=2` shows what two steps need in RUN/memory.jsonl")
+
+
+@app.command(context_settings=_ANY)
+def report() -> None:
+    """Write the report page of runs (not in this version)."""
+    _not_built("report", "RUN/metrics.jsonl and RUN/memory.jsonl hold the numbers, one JSON object a line")
+
+
+def _not_built(command: str, instead: str) -> NoReturn:
+    raise RefusedError(f"`plimsoll {command}` is not in this version; {instead}")
+
+
+def _prepare_environment() -> None:
+    """Variables that libraries read once, when they are imported."""
+    os.environ.update(environment("trainer"))
+    # The tokenizer's threads and the forks of the scoring pool do not go together; it warns on every fork otherwise.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def _finish(values: Mapping[str, Any], *, as_json: bool, exit_code: int = 0) -> NoReturn:
+    if as_json:
+        line = json.dumps(values, allow_nan=False)
+    else:
+        line = "  ".join(f"{name}={_readable(value)}" for name, value in values.items())
+    sys.stderr.flush()
+    print(line, flush=True)
+    raise typer.Exit(exit_code)
+
+
+def _readable(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _say(message: str) -> None:
+    for line in message.splitlines():
+        print(f"plimsoll: {line}", file=sys.stderr)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. What a user can mend is said one cause a line, with no traceback."""
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="plimsoll")
+    except SystemExit as exit_:
+        return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Interrupted as interrupted:
+        _say(str(interrupted))
+        return interrupted.exit_code
+    except RefusedError as error:
+        for cause in error.causes:
+            _say(cause)
+        return error.exit_code
+    except PlimsollError as error:
+        _say(str(error))
+        return error.exit_code
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0

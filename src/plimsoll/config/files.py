@@ -1,0 +1,63 @@
+"""Do the files that a recipe names exist? Asked before anything heavy is imported."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from plimsoll.config.recipe import Recipe
+from plimsoll.config.source import read_file
+from plimsoll.errors import RecipeError
+
+
+def check_files(recipe: Recipe, recipe_file: Path, *, command: str = "train") -> None:
+    """RecipeError names every key whose file or folder is missing. `recipe_file`: the recipe as the user named it, so
+    that a missing run can be answered with the command that makes it. `command`: train, sft or eval."""
+    causes = [*_sources(recipe, command)]
+    if command != "eval":
+        causes += _models(recipe, recipe_file, command)
+    if causes:
+        raise RecipeError(causes)
+
+
+def _models(recipe: Recipe, recipe_file: Path, command: str) -> Iterator[str]:
+    model = recipe.model
+    if model.init == "pretrained" and model.path is not None and not Path(model.path).is_dir():
+        yield f"`model.path={model.path}` is not a folder; {_how_to_make(recipe, model.path, recipe_file)}"
+    if model.init == "random" and model.config is not None and not _holds_config(Path(model.config)):
+        yield (
+            f"`model.config={model.config}` is no config.json and no folder that holds one; name one in `model.config`"
+        )
+    if model.tokenizer is not None and not Path(model.tokenizer).is_dir():
+        yield f"`model.tokenizer={model.tokenizer}` is not a folder; name the folder of tokenizer.json"
+    reference_read = command == "train" and recipe.algorithm.kl_coefficient > 0
+    if reference_read and model.reference is not None and not Path(model.reference).is_dir():
+        yield (
+            f"`model.reference={model.reference}` is not a folder; name a Hugging Face folder in `model.reference`, "
+            "or set `algorithm.kl_coefficient=0`"
+        )
+
+
+def _holds_config(path: Path) -> bool:
+    return path.is_file() or (path / "config.json").is_file()
+
+
+def _how_to_make(recipe: Recipe, path: str, recipe_file: Path) -> str:
+    """A missing run of a recipe that lies beside this one is made by that recipe."""
+    if Path(path).parent == Path(recipe.run_root):
+        for other in sorted(recipe_file.parent.glob("*.yaml")):
+            if other != recipe_file and _name_of(other) == Path(path).name:
+                return f"it is the run of {other}: make it with `plimsoll sft {other}`"
+    return "name a Hugging Face folder, or the folder of a run, in `model.path`"
+
+
+def _name_of(recipe_file: Path) -> str | None:
+    try:
+        return str(read_file(recipe_file).get("name"))
+    except RecipeError:
+        return None  # a file that is no recipe made no run
+
+
+def _sources(recipe: Recipe, command: str) -> Iterator[str]:
+    train = () if command == "eval" else (("data.train", recipe.data.train),)
+    for key, source in (*train, ("data.eval", recipe.data.eval)):
+        if source is not None and not source.startswith("task:") and not Path(source).is_file():
+            yield f"`{key}={source}` is not a file; name a .jsonl or .parquet file, or `task:NAME`, in `{key}`"

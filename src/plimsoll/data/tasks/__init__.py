@@ -1,0 +1,1 @@
+"""Built-in problems, generated: `task:NAME` as a source."""

@@ -1,0 +1,72 @@
+"""`plimsoll eval`: the held-out accuracy of a run or of any model folder, by the code that training uses."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from plimsoll.checkpoint.locate import locate_model
+from plimsoll.config.recipe import Recipe
+from plimsoll.data.load import load_dataset
+from plimsoll.data.tokenizer import load_tokenizer
+from plimsoll.model.build import DTYPES, load_pretrained
+from plimsoll.observe.console import Console, setup_logging
+from plimsoll.reward.pool import ScoringPool
+from plimsoll.rollout.evaluation import EvalResult, evaluate
+from plimsoll.rollout.native import NativeEngine
+from plimsoll.sizing import DataSizes, derive_plan
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class EvalSummary:
+    """What `plimsoll eval` prints."""
+
+    result: EvalResult
+    model: Path
+    exit_code: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        """One object: accuracy, pass_at_k, n and a few more."""
+        return {**self.result.as_json(), "model": str(self.model)}
+
+
+def run(target: Path, recipe: Recipe) -> EvalSummary:
+    """Evaluate a run's newest complete checkpoint, a checkpoint's folder, or a Hugging Face folder.
+
+    Raises RefusedError when there is no model at `target`, DataError when the held-out rows cannot be used.
+    """
+    console = Console(recipe.observe.console)
+    setup_logging(console)
+    model_folder = locate_model(target).model
+    tokenizer = load_tokenizer(Path(recipe.model.tokenizer) if recipe.model.tokenizer else model_folder)
+    assert recipe.data.eval is not None, "checked with the recipe"
+    rows = load_dataset(recipe.data.eval, recipe.data, tokenizer, split="eval", seed=recipe.seed, need="answer")
+    for line in rows.report.lines():
+        console.note(line)
+    longest = max(len(prompt.token_ids) for prompt in rows.prompts)
+    with ScoringPool(recipe.reward) as scorer:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        model = load_pretrained(model_folder, DTYPES[recipe.model.dtype], device)
+        sizes = DataSizes(
+            batches_per_epoch=1, longest_prompt=longest, longest_sequence=longest, num_eval=len(rows.prompts)
+        )
+        plan = derive_plan(recipe, model.config, tokenizer, sizes)
+        torch.set_num_threads(plan.threads)
+        engine = NativeEngine(
+            model.to(DTYPES[plan.compute_dtype]).eval(),  # pyright: ignore[reportArgumentType]
+            num_slots=plan.num_slots,
+            slot_tokens=plan.slot_tokens,
+            prefill_tokens=recipe.rollout.prefill_tokens,
+        )
+        result = evaluate(
+            engine,
+            scorer,
+            rows.prompts,
+            sampling=recipe.rollout.eval,
+            max_tokens=recipe.rollout.max_response_tokens,
+            stop_token_ids=plan.stop_token_ids,
+            seed=recipe.seed,
+            decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
+        )
+    return EvalSummary(result=result, model=model_folder)

@@ -1,0 +1,108 @@
+"""The sampling half of a run: engine, its weights, scoring processes, collector, evaluation."""
+
+from collections.abc import Callable, Sequence
+
+from plimsoll.config.derived import RunPlan
+from plimsoll.config.recipe import Recipe
+from plimsoll.memory.resident import Resident, Survival
+from plimsoll.model.build import DTYPES
+from plimsoll.plane.local import LocalPlane
+from plimsoll.reward.shaping import overlong_penalty
+from plimsoll.rollout.collector import Collector, CollectorSettings
+from plimsoll.rollout.evaluation import EvalResult, evaluate
+from plimsoll.rollout.native import NativeEngine
+from plimsoll.sync.inprocess import RolloutWeights, WeightSource, sync
+from plimsoll.types import Prompt, SamplingParams, Scorer
+
+
+class Generation:
+    """Samples with the policy's weights: groups for training, responses for evaluation."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        plan: RunPlan,
+        *,
+        source: WeightSource,
+        scorer: Scorer,
+        plane: LocalPlane,
+        decode: Callable[[Sequence[int]], str],
+        eval_prompts: Sequence[Prompt],
+    ) -> None:
+        self._recipe = recipe
+        self._plan = plan
+        self._source = source
+        self._scorer = scorer
+        self._decode = decode
+        self.eval_prompts = tuple(eval_prompts)
+        self._weights = RolloutWeights(source, DTYPES[plan.compute_dtype])
+        self._engine = NativeEngine(
+            self._weights.model,
+            num_slots=plan.num_slots,
+            slot_tokens=plan.slot_tokens,
+            prefill_tokens=recipe.rollout.prefill_tokens,
+        )
+        self.collector = Collector(
+            engine=self._engine,
+            scorer=scorer,
+            plane=plane,
+            decode=decode,
+            settings=collector_settings(recipe, plan.stop_token_ids),
+        )
+
+    def sync(self) -> None:
+        """Bring the engine to the policy's weights and version; the engine must be idle."""
+        sync(self._source, self._weights, self._engine)
+
+    def evaluate(self) -> EvalResult:
+        """Held-out accuracy with the weights of the last sync."""
+        rollout = self._recipe.rollout
+        return evaluate(
+            self._engine,
+            self._scorer,
+            self.eval_prompts,
+            sampling=rollout.eval,
+            max_tokens=rollout.max_response_tokens,
+            stop_token_ids=self._plan.stop_token_ids,
+            seed=self._recipe.seed,
+            decode=self._decode,
+        )
+
+    def residents(self) -> list[Resident]:
+        """KV cache, and the copy of the weights where there is one."""
+        cache = Resident(
+            name="kv_cache",
+            survival=Survival.REBUILD,
+            predicted_bytes=self._plan.kv_bytes,
+            measured=lambda: self._engine.kv_bytes,
+        )
+        return [cache, *self._weights.residents()]
+
+
+def collector_settings(recipe: Recipe, stop_token_ids: tuple[int, ...]) -> CollectorSettings:
+    """How groups are sampled and their scores shaped."""
+    rollout, algorithm = recipe.rollout, recipe.algorithm
+
+    def length_penalty(response_length: int) -> float:
+        if algorithm.overlong_buffer == 0:
+            return 0.0
+        return overlong_penalty(
+            response_length,
+            max_tokens=rollout.max_response_tokens,
+            buffer=algorithm.overlong_buffer,
+            penalty=algorithm.overlong_penalty,
+        )
+
+    return CollectorSettings(
+        samples_per_prompt=rollout.samples_per_prompt,
+        params=SamplingParams(
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            max_tokens=rollout.max_response_tokens,
+            stop_token_ids=stop_token_ids,
+        ),
+        seed=recipe.seed,
+        overlong_filter=algorithm.overlong_filter,
+        length_penalty=length_penalty,
+    )

@@ -1,0 +1,158 @@
+"""What the device and torch's allocator say. On a CPU run there is no reader: the values are absent, not zero.
+
+torch's counters and the driver's are read side by side: memory of an engine's pool, of NCCL and of other processes
+lies outside torch's counters, and a pool that was given back below torch still stands in them.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from plimsoll.memory.allocator import AllocatorMode, allocator_mode
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class DeviceReading:
+    """One reading, bytes. Peaks are since the last `reset_peaks`."""
+
+    allocated: int  # in tensors, by torch's allocator
+    reserved: int  # taken from the driver by torch's allocator
+    allocated_peak: int
+    reserved_peak: int
+    used: int  # by every process on the device, by the driver
+    total: int
+    pinned: int | None  # pinned host memory held by torch's host allocator; None: not known
+
+
+class DeviceReader(Protocol):
+    """Reads the counters of one device."""
+
+    @property
+    def name(self) -> str:
+        """As torch writes it, for example "cuda:0"."""
+        ...
+
+    def read(self) -> DeviceReading:
+        """The counters now."""
+        ...
+
+    def reset_peaks(self) -> None:
+        """Peaks start again from the current values."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until the device has finished what was queued."""
+        ...
+
+    def allocator_mode(self) -> AllocatorMode:
+        """The allocator's mode as found."""
+        ...
+
+
+class CudaDevice:
+    """A CUDA device of this process."""
+
+    def __init__(self, device: torch.device) -> None:
+        # torch types the index as int, but that of torch.device("cuda") is None.
+        missing = device.index is None  # pyright: ignore[reportUnnecessaryComparison]
+        self._index = torch.cuda.current_device() if missing else device.index
+
+    @property
+    def name(self) -> str:
+        """cuda:INDEX."""
+        return f"cuda:{self._index}"
+
+    def read(self) -> DeviceReading:
+        """The counters now; nothing is waited for."""
+        stats = torch.cuda.memory_stats(self._index)
+        free, total = torch.cuda.mem_get_info(self._index)
+        return DeviceReading(
+            # A device that has allocated nothing yet has no entries at all.
+            allocated=int(stats.get("allocated_bytes.all.current", 0)),
+            reserved=int(stats.get("reserved_bytes.all.current", 0)),
+            allocated_peak=int(stats.get("allocated_bytes.all.peak", 0)),
+            reserved_peak=int(stats.get("reserved_bytes.all.peak", 0)),
+            used=total - free,
+            total=total,
+            pinned=int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)),
+        )
+
+    def reset_peaks(self) -> None:
+        """Peaks start again from the current values."""
+        torch.cuda.reset_peak_memory_stats(self._index)
+
+    def synchronize(self) -> None:
+        """Wait for every stream of the device."""
+        torch.cuda.synchronize(self._index)
+
+    def allocator_mode(self) -> AllocatorMode:
+        """The allocator's mode as found."""
+        return allocator_mode(self._index)
+
+
+class FakeDevice:
+    """A device for tests: an allocator with a cache, and memory that only the driver sees."""
+
+    def __init__(self, *, total: int, outside: int = 0, name: str = "fake:0") -> None:
+        self._name = name
+        self.total = total
+        self.outside = outside  # bytes of contexts, engine pools, other processes
+        self.mode: AllocatorMode = "plain"
+        self._allocated = self._reserved = 0
+        self._allocated_peak = self._reserved_peak = 0
+
+    @property
+    def name(self) -> str:
+        """As given."""
+        return self._name
+
+    def allocate(self, num_bytes: int) -> None:
+        """A tensor: out of the cache where it fits, else from the driver."""
+        self._allocated += num_bytes
+        self._reserved = max(self._reserved, self._allocated)
+        assert self._reserved + self.outside <= self.total, "the fake device is full"
+        self._allocated_peak = max(self._allocated_peak, self._allocated)
+        self._reserved_peak = max(self._reserved_peak, self._reserved)
+
+    def free(self, num_bytes: int) -> None:
+        """A tensor goes; its bytes stay reserved."""
+        assert num_bytes <= self._allocated, "more is freed than was allocated"
+        self._allocated -= num_bytes
+
+    def fragment(self, num_bytes: int) -> None:
+        """Reserve bytes that no tensor can use."""
+        self._reserved += num_bytes
+        self._reserved_peak = max(self._reserved_peak, self._reserved)
+
+    def empty_cache(self) -> None:
+        """What is reserved but not allocated goes back to the driver."""
+        self._reserved = self._allocated
+
+    def read(self) -> DeviceReading:
+        """The counters now."""
+        return DeviceReading(
+            allocated=self._allocated,
+            reserved=self._reserved,
+            allocated_peak=self._allocated_peak,
+            reserved_peak=self._reserved_peak,
+            used=self._reserved + self.outside,
+            total=self.total,
+            pinned=None,
+        )
+
+    def reset_peaks(self) -> None:
+        """Peaks start again from the current values."""
+        self._allocated_peak, self._reserved_peak = self._allocated, self._reserved
+
+    def synchronize(self) -> None:
+        """Nothing is queued."""
+
+    def allocator_mode(self) -> AllocatorMode:
+        """As set."""
+        return self.mode
+
+
+def device_reader(device: torch.device) -> DeviceReader | None:
+    """The reader for a device; None for a CPU, which has no memory of its own."""
+    return CudaDevice(device) if device.type == "cuda" else None

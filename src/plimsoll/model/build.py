@@ -1,0 +1,114 @@
+"""Causal language models from a Hugging Face folder, or fresh from a config and a seed."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from plimsoll.errors import RefusedError
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+
+
+def model_folder(path: str | Path) -> Path:
+    """The Hugging Face folder that `model.path` means: itself, or the newest complete checkpoint of a run folder.
+
+    RefusedError when there is neither. A checkpoint folder is complete once it has its final name and a manifest.
+    """
+    folder = Path(path)
+    if (folder / "config.json").is_file():
+        return folder
+    found = sorted(
+        (
+            (int(step.name.removeprefix("step_")), step / "model")
+            for step in folder.glob("checkpoints/step_*")
+            if step.name.removeprefix("step_").isdigit() and (step / "manifest.json").is_file()
+        ),
+        reverse=True,
+    )
+    if found:
+        return found[0][1]
+    if not folder.is_dir():
+        raise RefusedError(f"model.path: the folder {folder} does not exist")
+    raise RefusedError(f"model.path: {folder} holds neither a config.json nor a complete checkpoint of a run")
+
+
+def read_config(path: str | Path) -> PreTrainedConfig:
+    """The config of a folder or of one config.json file. RefusedError when it is not one that transformers knows."""
+    source = Path(path)
+    folder = source.parent if source.is_file() else source
+    if not (folder / "config.json").is_file():
+        raise RefusedError(f"model.config: {source} is neither a config.json nor a folder with one")
+    try:
+        return cast("PreTrainedConfig", AutoConfig.from_pretrained(source))
+    except (ValueError, KeyError) as error:
+        raise RefusedError(f"model.config: transformers cannot read {source}: {error}") from error
+
+
+def load_pretrained(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The weights of `folder` as `dtype` on `device`. RefusedError names missing and misshapen tensors."""
+    config = read_config(folder)
+    _check_causal(config, folder)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, output_loading_info=True, local_files_only=True, ignore_mismatched_sizes=True
+        )
+    except OSError as error:
+        raise RefusedError(f"model.path: the weights in {folder} cannot be read: {error}") from error
+    lm, info = cast("tuple[PreTrainedModel, Mapping[str, Any]]", loaded)
+    causes: list[str] = []
+    for what in ("missing", "mismatched"):
+        if keys := sorted(str(key) for key in info[f"{what}_keys"]):
+            causes.append(f"model.path: {folder} has {len(keys)} {what} tensors: {', '.join(keys[:8])}")
+    if causes:  # transformers would fill them with random numbers
+        raise RefusedError(causes)
+    return lm.to(device)  # pyright: ignore[reportArgumentType]
+
+
+def build_random(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, seed: int) -> PreTrainedModel:
+    """Fresh weights, a function of config, seed and dtype alone; the global generator is left as it was."""
+    _check_causal(config, Path(config.name_or_path or "model.config"))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        lm = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return cast("PreTrainedModel", lm).to(device)  # pyright: ignore[reportArgumentType]
+
+
+def build_rollout_skeleton(
+    config: PreTrainedConfig, dtype: torch.dtype, buffers: Mapping[str, Tensor]
+) -> PreTrainedModel:
+    """The same class without memory for its parameters (meta device), for an engine that borrows or copies weights.
+
+    `buffers`: the trained model's, by name. Those that no checkpoint holds (rotary frequencies, embedding scales) exist
+    nowhere else: on the meta device they are only shapes, and memory made for them later would hold garbage.
+    The attention is the family's own default, whatever the trained model uses.
+    """
+    with torch.device("meta"):
+        skeleton = cast("PreTrainedModel", AutoModelForCausalLM.from_config(_fresh(config), dtype=dtype))
+    for name, _ in list(skeleton.named_buffers()):
+        owner, _, leaf = name.rpartition(".")
+        persistent = name in skeleton.state_dict()
+        source = buffers[name]
+        skeleton.get_submodule(owner).register_buffer(leaf, source.detach().clone(), persistent=persistent)
+    return skeleton.eval()
+
+
+def place(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Put `parameter` at the dotted `name` of `module`."""
+    owner, _, leaf = name.rpartition(".")
+    module.get_submodule(owner).register_parameter(leaf, parameter)
+
+
+def _fresh(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy that carries no choice of attention: to_dict leaves it out."""
+    return type(config).from_dict(config.to_dict())
+
+
+def _check_causal(config: PreTrainedConfig, source: Path) -> None:
+    if type(config) not in AutoModelForCausalLM._model_mapping:  # pyright: ignore[reportPrivateUsage]
+        raise RefusedError(
+            f"model.path: {source} is of type {config.model_type!r}, which has no causal language model in transformers"
+        )

@@ -1,0 +1,141 @@
+"""What a run holds while it runs, and what both loops do with it: phases, evaluation, rows of metrics, checkpoints."""
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from plimsoll.checkpoint.rng import capture_rng
+from plimsoll.checkpoint.state import TrainingState, library_versions
+from plimsoll.checkpoint.store import CheckpointStore
+from plimsoll.checkpoint.training import write_training_checkpoint
+from plimsoll.cluster.inline import InlineGroup
+from plimsoll.cluster.signals import InterruptGuard
+from plimsoll.config.derived import RunPlan
+from plimsoll.config.recipe import Recipe
+from plimsoll.data.order import PromptStream
+from plimsoll.generation import Generation
+from plimsoll.memory.enter import Memory
+from plimsoll.memory.phases import Phase
+from plimsoll.model.build import DTYPES
+from plimsoll.observe.console import Console
+from plimsoll.observe.metrics import JsonlWriter, read_jsonl
+from plimsoll.observe.rollouts import RolloutWriter
+from plimsoll.observe.run_folder import RunFolder
+from plimsoll.plane.local import LocalPlane
+from plimsoll.update.worker import PolicyWorker
+from plimsoll.weights.export import write_hf_folder
+
+_ON_CONSOLE = {
+    "reward": "reward/mean",
+    "loss": "loss",
+    "len": "response/length_mean",
+    "entropy": "actor/entropy",
+    "kl": "actor/kl_ref",
+    "grad": "train/grad_norm",
+    "accuracy": "eval/accuracy",
+    "tok/s": "speed/tokens_per_second",
+}
+"""Console's name of a metric → its key in metrics.jsonl."""
+
+
+def due(step: int, every: int | None, *, last: bool) -> bool:
+    """Whether something that happens every so many steps, or at the end, happens after this one."""
+    return last or (every is not None and step % every == 0)
+
+
+@dataclass(slots=True, kw_only=True)
+class Session:
+    """Everything that one run holds on one device. Built by `assemble.open_session`."""
+
+    recipe: Recipe
+    plan: RunPlan
+    folder: RunFolder
+    tokenizer_folder: Path
+    console: Console
+    metrics: JsonlWriter
+    rollouts: RolloutWriter
+    memory: Memory
+    store: CheckpointStore
+    plane: LocalPlane
+    stream: PromptStream
+    data_fingerprint: str
+    policy: InlineGroup[PolicyWorker]
+    generation: Generation | None  # None: SFT without evaluation
+    responses: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])  # SFT targets by row
+    start_step: int = 0  # finished steps; more than 0 after a resume
+
+    @contextmanager
+    def enter(self, phase: Phase) -> Generator[None]:
+        """A phase of the step: shown on the console, recorded in the ledger."""
+        self.console.phase(phase.value)
+        with self.memory.enter(phase):
+            yield
+
+    def sync(self) -> None:
+        """Give the engine the policy's weights and version."""
+        if self.generation is not None:
+            with self.enter(Phase.SYNC):
+                self.generation.sync()
+
+    def evaluate(self) -> dict[str, float]:
+        """Metrics of an evaluation with the weights of the last sync; nothing without `data.eval`."""
+        if self.generation is None or not self.generation.eval_prompts:
+            return {}
+        with self.enter(Phase.EVAL):
+            return self.generation.evaluate().metrics()
+
+    def report(self, step: int, values: Mapping[str, float]) -> None:
+        """One row of metrics.jsonl, and the console."""
+        times = {f"time/{phase.value}": seconds for phase, seconds in self.memory.seconds_by_phase().items()}
+        self.metrics.write({"step": step, **values, **times})
+        self.console.step(step, {name: values[key] for name, key in _ON_CONSOLE.items() if key in values})
+
+    def accuracy_at(self, step: int) -> float | None:
+        """Held-out accuracy as recorded for `step`; None: it was not measured."""
+        rows = {row["step"]: row for row in read_jsonl(self.folder.metrics)}
+        return rows.get(step, {}).get("eval/accuracy")
+
+    def save(self, step: int, guard: InterruptGuard) -> None:
+        """Publish the checkpoint of `step`; one that is there and complete stays."""
+        if self.store.holds(step):
+            return
+        worker, state = self.policy.worker, self._training_state(step)
+
+        def write(folder: Path) -> None:
+            write_training_checkpoint(
+                folder, state=state, optimizer_state=worker.optimizer_state(), write_model=self._write_model
+            )
+
+        with guard.saving(), self.enter(Phase.SAVE):
+            self.store.save(step, write, estimate_bytes=self.checkpoint_bytes())
+
+    def checkpoint_bytes(self) -> int:
+        """Bytes of one checkpoint: weights and two moments of the same size."""
+        return 3 * sum(tensor.nbytes for tensor in self.policy.worker.model_state().values())
+
+    def _write_model(self, folder: Path) -> None:
+        worker = self.policy.worker
+        write_hf_folder(
+            folder,
+            worker.model_state(),
+            worker.config,
+            DTYPES[self.recipe.model.dtype],
+            architecture=type(worker.lm).__name__.removeprefix("FSDP"),  # fully_shard renames the class
+            tokenizer_folder=self.tokenizer_folder,
+        )
+
+    def _training_state(self, step: int) -> TrainingState:
+        counters = self.policy.worker.counters()
+        return TrainingState(
+            step=step,
+            policy_version=counters.version,
+            optimizer_steps=counters.optimizer_steps,
+            skipped_nonfinite=counters.skipped_nonfinite,
+            skipped_empty=counters.skipped_empty,
+            cursor=asdict(self.stream.state()),
+            data_fingerprint=self.data_fingerprint,
+            plan=self.plan.model_dump(mode="json"),
+            rng=capture_rng(self.plan.device),
+            libraries=library_versions(),
+        )

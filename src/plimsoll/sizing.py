@@ -1,0 +1,109 @@
+"""From recipe, data and machine to the numbers of plan.json."""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from plimsoll.config.derived import RunPlan
+from plimsoll.config.recipe import Recipe
+from plimsoll.memory.host import HostReader
+from plimsoll.model.build import DTYPES
+from plimsoll.rollout.kv import kv_bytes_per_token, plan_slots
+
+KV_SHARE = 0.25
+"""Share of the free memory that the KV cache may take when `rollout.kv_memory` is not set."""
+
+TOKEN_BUDGET = {"cpu": 2048, "cuda": 16384}
+"""Tokens of a micro-batch when `train.token_budget` is not set; padded attention on a CPU likes small ones."""
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class DataSizes:
+    """What the plan needs to know about the data."""
+
+    batches_per_epoch: int
+    longest_prompt: int  # tokens, training and held-out rows
+    longest_sequence: int  # prompt and response
+    num_eval: int  # held-out problems
+
+
+def derive_plan(
+    recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, sizes: DataSizes
+) -> RunPlan:
+    """The plan of a new run. RefusedError when the KV cache cannot hold a single sequence."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    train, rollout = recipe.train, recipe.rollout
+    compute_dtype = recipe.model.compute_dtype
+    if compute_dtype == "auto":
+        compute_dtype = "bfloat16" if device == "cuda" else recipe.model.dtype
+    checkpointing = train.activation_checkpointing
+    if checkpointing == "auto":
+        checkpointing = "full" if device == "cuda" else "none"
+    packing = recipe.model.packing
+    if packing == "auto":
+        packing = "packed" if device == "cuda" and compute_dtype == "bfloat16" else "padded"
+    steps = total_steps(recipe, sizes)
+    slot_tokens = sizes.longest_prompt + rollout.max_response_tokens
+    slot_bytes = slot_tokens * kv_bytes_per_token(config, DTYPES[compute_dtype])
+    num_sequences = max(
+        recipe.data.prompts_per_step * rollout.samples_per_prompt, sizes.num_eval * rollout.eval.samples, 1
+    )
+    kv_memory = rollout.kv_memory if rollout.kv_memory is not None else int(KV_SHARE * free_memory(recipe, device))
+    num_slots = plan_slots(kv_memory=int(kv_memory), slot_bytes=slot_bytes, num_sequences=num_sequences)
+    return RunPlan(
+        steps=steps,
+        optimizer_steps=optimizer_steps(recipe, steps),
+        device=device,
+        threads=train.threads or usable_cores(),
+        compute_dtype=compute_dtype,
+        packing=packing,
+        activation_checkpointing=checkpointing,
+        token_budget=train.token_budget or max(TOKEN_BUDGET[device], sizes.longest_sequence),
+        logprob_chunk=train.logprob_chunk,
+        num_slots=num_slots,
+        slot_tokens=slot_tokens,
+        kv_bytes=num_slots * slot_bytes,
+        stop_token_ids=rollout.stop_token_ids or default_stop_ids(config, tokenizer),
+    )
+
+
+def total_steps(recipe: Recipe, sizes: DataSizes) -> int:
+    """`train.steps`, or as many as `train.epochs` over the data make."""
+    return recipe.train.steps or recipe.train.epochs * sizes.batches_per_epoch
+
+
+def optimizer_steps(recipe: Recipe, steps: int) -> int:
+    """Optimizer steps of the run, which the learning-rate schedule spans."""
+    return steps * recipe.train.mini_batches_per_step * recipe.train.epochs_per_rollout
+
+
+def default_stop_ids(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """End-of-sequence ids of the tokenizer and the model's config, ascending."""
+    found: set[int] = set()
+    # eos_token_id: one id, a list of ids (the models with several ends of turn) or None.
+    named: list[Any] = [tokenizer.eos_token_id, config.get_text_config().eos_token_id]
+    for ids in named:
+        if ids is not None:
+            found.update([ids] if isinstance(ids, int) else ids)
+    return tuple(sorted(found))
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def free_memory(recipe: Recipe, device: str) -> int:
+    """Bytes free where the KV cache will live, within the capacity that the recipe allows."""
+    if device == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        allowed = recipe.memory.device_memory or total
+        return min(free, int(allowed))
+    reader = HostReader()
+    limits = [psutil.virtual_memory().available, reader.limit, recipe.memory.host_memory]
+    reader.close()
+    return min(int(limit) for limit in limits if limit is not None)

@@ -1,0 +1,163 @@
+"""The RL loop: prompts → samples → rewards → advantages → update → next rollout."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from plimsoll.advantage.keep import DropCounts, keep
+from plimsoll.assemble import open_session
+from plimsoll.batch.pack import pack
+from plimsoll.cluster.signals import InterruptGuard
+from plimsoll.config.recipe import Recipe
+from plimsoll.errors import SamplingError
+from plimsoll.memory.phases import Phase
+from plimsoll.report import rollout_metrics
+from plimsoll.rollout.collector import Collected, Collector
+from plimsoll.session import Session, due
+from plimsoll.types import Group
+from plimsoll.update.worker import PolicyWorker
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class TrainSummary:
+    """What `plimsoll train` prints. Accuracies are greedy, on the held-out rows; None without `data.eval`."""
+
+    eval_before: float | None  # before the first step
+    eval_after: float | None  # after the last
+    steps: int
+    run: str
+    exit_code: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        """One object."""
+        return {
+            "eval_before": self.eval_before,
+            "eval_after": self.eval_after,
+            "steps": self.steps,
+            "run": self.run,
+        }
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Filled:
+    """The groups of one step and how many rounds of generation it took to find them."""
+
+    groups: tuple[Group, ...]
+    rounds: tuple[Collected, ...]
+    no_signal: DropCounts  # over all rounds
+
+
+def run(recipe: Recipe, *, resume: bool, overwrite: bool) -> TrainSummary:
+    """The whole command. Raises Interrupted, with a checkpoint kept, when the run is asked to stop."""
+    with (
+        InterruptGuard(recipe.checkpoint.grace) as guard,
+        open_session(recipe, objective="policy", resume=resume, overwrite=overwrite) as session,
+    ):
+        train(session, guard)
+        return TrainSummary(
+            eval_before=session.accuracy_at(0),
+            eval_after=session.accuracy_at(session.plan.steps),
+            steps=session.plan.steps,
+            run=str(session.folder.path),
+        )
+
+
+def train(s: Session, guard: InterruptGuard) -> None:
+    """One iteration a step. Waits for the engine and the rewards in ROLLOUT; everything else runs here."""
+    recipe, plan, policy = s.recipe, s.plan, s.policy
+    s.sync()
+    if s.start_step == 0 and recipe.train.eval_at_ends and (before := s.evaluate()):
+        s.report(0, before)
+    for step in range(s.start_step + 1, plan.steps + 1):
+        s.memory.begin_step(step)
+        with s.enter(Phase.ROLLOUT):
+            filled = fill(s, step, guard)
+        batch = pack(
+            filled.groups,
+            step=step,
+            token_budget=plan.token_budget,
+            mini_batches=recipe.train.mini_batches_per_step,
+        )
+        if policy.worker.needs_old or policy.worker.needs_reference:
+            with s.enter(Phase.LOGPROB):
+                policy.map(
+                    PolicyWorker.score, batch, old=policy.worker.needs_old, reference=policy.worker.needs_reference
+                )
+        advantages = policy.map(PolicyWorker.advantages, batch)[0]
+        with s.enter(Phase.UPDATE):
+            update = policy.map(PolicyWorker.update, batch)[0]
+        s.plane.drop(sample.ref for group in filled.groups for sample in group.samples)
+        s.sync()
+        last = step == plan.steps
+        evaluate = due(step, recipe.train.eval_every, last=last and recipe.train.eval_at_ends)
+        accuracy = s.evaluate() if evaluate and not guard.requested else {}
+        # The row comes before the checkpoint: a run resumed from step N must find the rows up to N.
+        s.rollouts.write(step, filled.groups)
+        s.report(
+            step,
+            {
+                **rollout_metrics(filled.groups, filled.rounds, filled.no_signal),
+                **advantages.values,
+                **update.values,
+                **accuracy,
+            },
+        )
+        if due(step, recipe.checkpoint.every, last=last) or guard.requested:
+            s.save(step, guard)
+        if guard.requested and not last:
+            guard.stop()
+
+
+def fill(s: Session, step: int, guard: InterruptGuard) -> Filled:
+    """Sample until the step has its groups.
+
+    Without dynamic sampling that is one round. With it, groups without signal are replaced by further prompts, in as
+    many rounds as `algorithm.dynamic_max_rounds` allows. Groups beyond the wanted number are not trained on: their
+    prompts go back to the front of the stream, so that they are sampled again, on policy, in the next step.
+    """
+    assert s.generation is not None
+    dynamic, most = s.recipe.algorithm.dynamic_sampling, s.recipe.algorithm.dynamic_max_rounds
+    draws = s.stream.next_batch()
+    wanted = len(draws)
+    kept: list[Group] = []
+    rounds: list[Collected] = []
+    no_signal = DropCounts()
+    while True:
+        rounds.append(_round(s.generation.collector, draws))
+        result = keep(rounds[-1].groups, dynamic=dynamic)
+        kept += result.groups
+        no_signal += result.no_signal
+        _forget(s, result.dropped)
+        if not dynamic or len(kept) >= wanted:
+            break
+        if len(rounds) == most:
+            _give_back(s, kept)
+            s.save(step - 1, guard)
+            raise SamplingError(
+                f"step {step}: {len(kept)} of {wanted} groups with a signal after {most} rounds of generation "
+                f"(algorithm.dynamic_max_rounds); without signal: {no_signal.describe()}. Give it other problems, "
+                "raise algorithm.dynamic_max_rounds or rollout.samples_per_prompt, or set "
+                "algorithm.dynamic_sampling=false"
+            )
+        draws = s.stream.draw(_next_round(wanted - len(kept), len(kept) / sum(len(r.groups) for r in rounds), wanted))
+    _give_back(s, kept[wanted:])
+    return Filled(groups=tuple(kept[:wanted]), rounds=tuple(rounds), no_signal=no_signal)
+
+
+def _round(collector: Collector, draws: Sequence[Any]) -> Collected:
+    collector.start(draws)
+    return collector.result()
+
+
+def _next_round(missing: int, kept_share: float, wanted: int) -> int:
+    """Prompts of the next round: as many as the share of kept groups so far asks for, at most a whole batch."""
+    return wanted if kept_share == 0 else min(wanted, -int(-missing // kept_share))
+
+
+def _give_back(s: Session, groups: Sequence[Group]) -> None:
+    s.stream.give_back([group.id for group in groups])
+    _forget(s, groups)
+
+
+def _forget(s: Session, groups: Sequence[Group]) -> None:
+    s.plane.drop(sample.ref for group in groups for sample in group.samples)

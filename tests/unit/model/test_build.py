@@ -1,0 +1,76 @@
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import BertConfig
+
+from plimsoll.errors import RefusedError
+from plimsoll.model.build import build_random, build_rollout_skeleton, load_pretrained, model_folder, read_config
+from tests import tiny
+
+CPU = torch.device("cpu")
+
+
+def test_a_run_folder_means_its_newest_complete_checkpoint(tmp_path: Path) -> None:
+    for step, complete in ((2, True), (10, True), (12, False)):
+        folder = tmp_path / "checkpoints" / f"step_{step}"
+        (folder / "model").mkdir(parents=True)
+        if complete:
+            (folder / "manifest.json").write_text("{}")
+    (tmp_path / "checkpoints" / "step_13.partial").mkdir()
+    assert model_folder(tmp_path) == tmp_path / "checkpoints" / "step_10" / "model"
+
+
+def test_missing_tensors_are_refused_by_name(tmp_path: Path) -> None:
+    tiny.llama().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["lm_head.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(RefusedError, match=r"1 missing tensors: lm_head\.weight"):
+        load_pretrained(tmp_path, torch.float32, CPU)
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    tiny.llama().config.save_pretrained(tmp_path)
+    with pytest.raises(RefusedError, match=r"model\.path: the weights in"):
+        load_pretrained(tmp_path, torch.float32, CPU)
+
+
+def test_a_config_without_a_causal_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
+    with pytest.raises(RefusedError, match=r"model\.config.*no-such-model"):
+        read_config(tmp_path)
+    with pytest.raises(RefusedError, match=r"model\.config"):
+        read_config(tmp_path / "absent")
+    vision = type("VisionConfig", (BertConfig,), {"model_type": "vision"})()
+    with pytest.raises(RefusedError, match="no causal language model"):
+        build_random(vision, torch.float32, CPU, seed=0)
+
+
+def test_random_weights_follow_the_seed_and_leave_the_global_generator_alone() -> None:
+    config = tiny.qwen2().config
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    first, again, other = (build_random(config, torch.float32, CPU, seed) for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+    weights = [model.get_input_embeddings().weight for model in (first, again, other)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_the_skeleton_has_every_buffer_and_no_memory_for_parameters(family: str) -> None:
+    model = tiny.FAMILIES[family]()
+    model.set_attn_implementation("eager")
+    buffers = dict(model.named_buffers())
+    skeleton = build_rollout_skeleton(model.config, torch.float32, buffers)
+    assert all(parameter.is_meta for parameter in skeleton.parameters())
+    ours = dict(skeleton.named_buffers())
+    assert ours.keys() == buffers.keys()
+    for name, buffer in buffers.items():
+        assert torch.equal(ours[name], buffer)
+        assert ours[name].data_ptr() != buffer.data_ptr()
+    assert skeleton.state_dict().keys() == model.state_dict().keys()
+    assert skeleton.config is not model.config
