@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from plimsoll.checkpoint.locate import CHECKPOINTS, locate_model
 from plimsoll.checkpoint.rng import restore_rng
 from plimsoll.checkpoint.store import CheckpointStore
 from plimsoll.checkpoint.training import TrainingCheckpoint, read_training_checkpoint
@@ -32,15 +33,16 @@ from plimsoll.memory.device import device_reader
 from plimsoll.memory.enter import Memory
 from plimsoll.memory.phases import Phase
 from plimsoll.memory.resident import Resident
-from plimsoll.model.build import model_folder, read_config
+from plimsoll.model.build import quiet_transformers, read_config
 from plimsoll.observe.console import Console, setup_logging
 from plimsoll.observe.metrics import JsonlWriter
 from plimsoll.observe.rollouts import RolloutWriter
 from plimsoll.observe.run_folder import RunFolder
+from plimsoll.parallel.mesh import close_process_group
 from plimsoll.plane.local import LocalPlane
 from plimsoll.reward.pool import ScoringPool
 from plimsoll.session import Session
-from plimsoll.sizing import DataSizes, derive_plan, optimizer_steps, total_steps
+from plimsoll.sizing import DataSizes, clip_intervals, derive_plan, optimizer_steps, total_steps
 from plimsoll.update.worker import Counters, PolicyWorker
 
 logger = logging.getLogger(__name__)
@@ -50,8 +52,9 @@ Objective = Literal["policy", "supervised"]
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Sources:
-    """Folders that the recipe's `model` section means, resolved once."""
+    """What the recipe's `model` section means on this disk, resolved once."""
 
+    recipe: Recipe  # `model.path` and `model.reference` are Hugging Face folders here, never runs
     config: Path  # config.json, or a folder that holds one
     tokenizer: Path
 
@@ -67,17 +70,33 @@ class Rows:
     sizes: DataSizes
 
 
-def resolve_sources(recipe: Recipe) -> Sources:
-    """RefusedError when a folder is missing."""
+def resolve_sources(recipe: Recipe, found: TrainingCheckpoint | None) -> Sources:
+    """RefusedError when a folder is missing.
+
+    A resumed run takes weights and tokenizer from its own checkpoint, whatever has become of the folder that it began
+    with; only a reference that is in use is still read from there.
+    """
     model = recipe.model
-    if model.init == "random":
+    reference = None
+    if recipe.algorithm.kl_coefficient > 0 and (model.reference or model.path):
+        reference = str(locate_model(model.reference or model.path or "", setting="model.reference").model)
+    if found:
+        update = {"path": str(found.model_folder), "init": "pretrained", "reference": reference}
+        config = found.model_folder
+    elif model.init == "random":
         assert model.config is not None, "checked with the recipe"
+        update = {"reference": reference}
         config = Path(model.config)
     else:
         assert model.path is not None, "checked with the recipe"
-        config = model_folder(model.path)
+        config = locate_model(model.path, setting="model.path").model
+        update = {"path": str(config), "reference": reference}
     folder = config if config.is_dir() else config.parent
-    return Sources(config=config, tokenizer=Path(model.tokenizer) if model.tokenizer else folder)
+    return Sources(
+        recipe=recipe.model_copy(update={"model": model.model_copy(update=update)}),
+        config=config,
+        tokenizer=Path(model.tokenizer) if model.tokenizer and not found else folder,
+    )
 
 
 def load_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, objective: Objective) -> Rows:
@@ -108,16 +127,31 @@ def load_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, objective: Obj
     return Rows(train=train, held_out=held_out, responses=responses, stream=stream, sizes=sizes)
 
 
+def _newest(run: Path, console: Console) -> TrainingCheckpoint | None:
+    """The newest complete checkpoint, saying what was passed over; None: start again from the beginning."""
+    scan = CheckpointStore(run / CHECKPOINTS, keep=None).scan()
+    for skipped in scan.skipped:
+        console.note(f"passed over {skipped.path}: {skipped.reason}")
+    if scan.checkpoint is None:
+        console.note("no complete checkpoint yet: the run starts again from its first step")
+        return None
+    console.note(f"resuming from {scan.checkpoint.path}")
+    return read_training_checkpoint(scan.checkpoint.path)
+
+
 @contextmanager
 def open_session(recipe: Recipe, *, objective: Objective, resume: bool, overwrite: bool) -> Generator[Session]:
     """A session ready for its first step, or for the step after the newest complete checkpoint."""
     with ExitStack() as stack:
         console = stack.enter_context(Console(recipe.observe.console))
         setup_logging(console)
-        sources = resolve_sources(recipe)
+        quiet_transformers()
+        run_root = Path(recipe.run_root)
+        RunFolder.check(run_root, recipe.name, resume=resume, overwrite=overwrite)
+        found = _newest(run_root / recipe.name, console) if resume else None
+        sources = resolve_sources(recipe, found)
         tokenizer = load_tokenizer(sources.tokenizer)
         rows = load_rows(recipe, tokenizer, objective)
-        run_root = Path(recipe.run_root)
         folder = stack.enter_context(RunFolder.prepare(run_root, recipe.name, resume=resume, overwrite=overwrite))
         folder.record_recipe(recipe)
         for dataset in (rows.train, rows.held_out):
@@ -131,6 +165,7 @@ def open_session(recipe: Recipe, *, objective: Objective, resume: bool, overwrit
             rows=rows,
             folder=folder,
             console=console,
+            found=found,
         )
         yield opening.build(stack)
 
@@ -146,11 +181,11 @@ class _Opening:
     rows: Rows
     folder: RunFolder
     console: Console
+    found: TrainingCheckpoint | None  # None: from the first step
 
     def build(self, stack: ExitStack) -> Session:
-        recipe, folder = self.recipe, self.folder
+        recipe, folder, found = self.recipe, self.folder, self.found
         store = CheckpointStore(folder.checkpoints, keep=recipe.checkpoint.keep, say=self.console.note)
-        found = self._newest(store) if folder.resumed else None
         plan = self._plan()
         torch.set_num_threads(plan.threads)
         residents: list[Resident] = []
@@ -168,14 +203,13 @@ class _Opening:
         start_step = found.state.step if found else 0
         if folder.resumed:
             # Step 0 has a row of its own (the evaluation before the first step): a run without a checkpoint redoes it.
-            last = start_step if found else -1
-            metrics.truncate(last)
-            memory.truncate(last)
-            rollouts.truncate(last)
+            for history in (metrics, memory, rollouts):
+                history.truncate(start_step if found else -1)
         memory.begin_step(start_step)
         plane = LocalPlane()
+        stack.callback(close_process_group)
         with memory.enter(Phase.LOAD):
-            worker = self._worker(plan, plane, found)
+            worker = self._worker(plan, plane)
             generation = self._generation(stack, plan, plane, worker)
         residents.extend(worker.residents())
         residents.extend(generation.residents() if generation else ())
@@ -184,6 +218,9 @@ class _Opening:
         if found:
             self.rows.stream.restore(CursorState.from_json(found.state.cursor))
             restore_rng(found.state.rng, plan.device)
+        intervals = clip_intervals(recipe, steps=plan.steps)
+        for note in intervals.notes:
+            self.console.note(note)
         session = Session(
             recipe=recipe,
             plan=plan,
@@ -199,23 +236,13 @@ class _Opening:
             data_fingerprint=self.rows.train.fingerprint,
             policy=InlineGroup(worker),
             generation=generation,
+            intervals=intervals,
             responses=self.rows.responses,
             start_step=start_step,
         )
         store.check_space(session.checkpoint_bytes())
         self.console.start(plan.steps, recipe.name, first_step=start_step)
         return session
-
-    def _newest(self, store: CheckpointStore) -> TrainingCheckpoint | None:
-        """The newest complete checkpoint, saying what was passed over; None: start again from the beginning."""
-        scan = store.scan()
-        for skipped in scan.skipped:
-            self.console.note(f"passed over {skipped.path}: {skipped.reason}")
-        if scan.checkpoint is None:
-            self.console.note("no complete checkpoint yet: the run starts again from its first step")
-            return None
-        self.console.note(f"resuming from {scan.checkpoint.path}")
-        return read_training_checkpoint(scan.checkpoint.path)
 
     def _plan(self) -> RunPlan:
         """A resumed run keeps its own numbers; only its length may have changed."""
@@ -226,23 +253,18 @@ class _Opening:
             return plan.model_copy(update={"steps": steps, "optimizer_steps": optimizer_steps(self.recipe, steps)})
         return derive_plan(self.recipe, read_config(self.sources.config), self.tokenizer, sizes)
 
-    def _worker(self, plan: RunPlan, plane: LocalPlane, found: TrainingCheckpoint | None) -> PolicyWorker:
-        """From the recipe's weights, or from those of the checkpoint: its model/ holds the master weights bitwise."""
-        recipe = self.recipe
-        if found:
-            model = recipe.model
-            update = {"path": str(found.model_folder), "init": "pretrained", "reference": model.reference or model.path}
-            recipe = recipe.model_copy(update={"model": model.model_copy(update=update)})
-        worker = PolicyWorker(recipe, plan, plane, objective=self.objective)
-        if found:
-            state = found.state
+    def _worker(self, plan: RunPlan, plane: LocalPlane) -> PolicyWorker:
+        """A checkpoint's model/ holds the master weights bitwise, so building from it restores them."""
+        worker = PolicyWorker(self.sources.recipe, plan, plane, objective=self.objective)
+        if self.found:
+            state = self.found.state
             counters = Counters(
                 version=state.policy_version,
                 optimizer_steps=state.optimizer_steps,
                 skipped_nonfinite=state.skipped_nonfinite,
                 skipped_empty=state.skipped_empty,
             )
-            worker.load_optimizer_state(found.optimizer, counters)
+            worker.load_optimizer_state(self.found.optimizer, counters)
         return worker
 
     def _generation(

@@ -68,7 +68,7 @@ def train(
     from plimsoll.train import run
 
     summary = run(loaded, resume=resume, overwrite=overwrite)
-    _finish(summary.as_json(), as_json=as_json, exit_code=summary.exit_code)
+    _finish(summary.as_json(), as_json=as_json)
 
 
 @app.command(epilog=_help_of_keys())
@@ -84,7 +84,7 @@ def sft(
     from plimsoll.sft import run
 
     summary = run(loaded, resume=resume, overwrite=overwrite)
-    _finish(summary.as_json(), as_json=as_json, exit_code=summary.exit_code)
+    _finish(summary.as_json(), as_json=as_json)
 
 
 def _load_training(
@@ -162,9 +162,7 @@ def export(
     _prepare_environment()
     from plimsoll.export import run
 
-    done = run(run_folder, step, out, dtype)
-    values = {"path": str(done.path), "source": str(done.source), "step": done.step, "dtype": done.dtype}
-    _finish({**values, "tensors": done.num_tensors, "bytes": done.num_bytes}, as_json=as_json)
+    _finish(run(run_folder, step, out, dtype).as_json(), as_json=as_json)
 
 
 # Unknown arguments are taken, so that the answer is always that the command is missing and never that an option is.
@@ -194,14 +192,14 @@ def _prepare_environment() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def _finish(values: Mapping[str, Any], *, as_json: bool, exit_code: int = 0) -> NoReturn:
+def _finish(values: Mapping[str, Any], *, as_json: bool) -> NoReturn:
     if as_json:
         line = json.dumps(values, allow_nan=False)
     else:
         line = "  ".join(f"{name}={_readable(value)}" for name, value in values.items())
     sys.stderr.flush()
     print(line, flush=True)
-    raise typer.Exit(exit_code)
+    raise typer.Exit
 
 
 def _readable(value: Any) -> str:

@@ -10,7 +10,7 @@ from plimsoll.checkpoint.locate import locate_model
 from plimsoll.config.recipe import Recipe
 from plimsoll.data.load import load_dataset
 from plimsoll.data.tokenizer import load_tokenizer
-from plimsoll.model.build import DTYPES, load_pretrained
+from plimsoll.model.build import DTYPES, load_pretrained, quiet_transformers
 from plimsoll.observe.console import Console, setup_logging
 from plimsoll.reward.pool import ScoringPool
 from plimsoll.rollout.evaluation import EvalResult, evaluate
@@ -24,7 +24,6 @@ class EvalSummary:
 
     result: EvalResult
     model: Path
-    exit_code: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """One object: accuracy, pass_at_k, n and a few more."""
@@ -38,6 +37,7 @@ def run(target: Path, recipe: Recipe) -> EvalSummary:
     """
     console = Console(recipe.observe.console)
     setup_logging(console)
+    quiet_transformers()
     model_folder = locate_model(target).model
     tokenizer = load_tokenizer(Path(recipe.model.tokenizer) if recipe.model.tokenizer else model_folder)
     assert recipe.data.eval is not None, "checked with the recipe"

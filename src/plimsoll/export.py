@@ -42,7 +42,6 @@ class ExportSummary:
     dtype: str
     num_tensors: int
     num_bytes: int  # of the weight files
-    exit_code: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """What `plimsoll export` prints."""

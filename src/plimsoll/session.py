@@ -23,6 +23,7 @@ from plimsoll.observe.metrics import JsonlWriter, read_jsonl
 from plimsoll.observe.rollouts import RolloutWriter
 from plimsoll.observe.run_folder import RunFolder
 from plimsoll.plane.local import LocalPlane
+from plimsoll.sizing import Intervals
 from plimsoll.update.worker import PolicyWorker
 from plimsoll.weights.export import write_hf_folder
 
@@ -62,6 +63,7 @@ class Session:
     data_fingerprint: str
     policy: InlineGroup[PolicyWorker]
     generation: Generation | None  # None: SFT without evaluation
+    intervals: Intervals
     responses: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])  # SFT targets by row
     start_step: int = 0  # finished steps; more than 0 after a resume
 

@@ -21,7 +21,6 @@ class SftSummary:
     loss: float | None  # of the last step, nats a token
     steps: int
     run: str
-    exit_code: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """One object."""
@@ -52,10 +51,10 @@ def _train(session: Session, guard: InterruptGuard) -> SftSummary:
         session.plane.drop(sample.ref for sample in batch.samples())
         last = step == plan.steps
         session.sync()
-        evaluate = due(step, recipe.train.eval_every, last=last and recipe.train.eval_at_ends)
+        evaluate = due(step, session.intervals.eval_every, last=last and recipe.train.eval_at_ends)
         accuracy = session.evaluate() if evaluate and not guard.requested else {}
         session.report(step, {**stats.values, **accuracy})
-        if due(step, recipe.checkpoint.every, last=last) or guard.requested:
+        if due(step, session.intervals.checkpoint_every, last=last) or guard.requested:
             session.save(step, guard)
         if guard.requested and not last:
             guard.stop()

@@ -1,6 +1,7 @@
 """From recipe, data and machine to the numbers of plan.json."""
 
 import os
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +82,32 @@ def optimizer_steps(recipe: Recipe, steps: int) -> int:
     return steps * recipe.train.mini_batches_per_step * recipe.train.epochs_per_rollout
 
 
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Intervals:
+    """Intervals that fit into a run, and what to say about those that did not."""
+
+    eval_every: int | None  # steps
+    checkpoint_every: int | None  # steps
+    notes: tuple[str, ...]
+
+
+def clip_intervals(recipe: Recipe, *, steps: int) -> Intervals:
+    """Intervals longer than the run are cut to it, so that every recipe also runs with `train.steps=2`."""
+    notes: list[str] = []
+
+    def clip(key: str, value: int | None) -> int | None:
+        if value is None or value <= steps:
+            return value
+        notes.append(f"`{key}={value}` is longer than the run and taken as {steps} steps")
+        return steps
+
+    return Intervals(
+        eval_every=clip("train.eval_every", recipe.train.eval_every),
+        checkpoint_every=clip("checkpoint.every", recipe.checkpoint.every),
+        notes=tuple(notes),
+    )
+
+
 def default_stop_ids(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """End-of-sequence ids of the tokenizer and the model's config, ascending."""
     found: set[int] = set()
@@ -94,7 +121,9 @@ def default_stop_ids(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBas
 
 def usable_cores() -> int:
     """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def free_memory(recipe: Recipe, device: str) -> int:

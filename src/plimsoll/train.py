@@ -26,7 +26,6 @@ class TrainSummary:
     eval_after: float | None  # after the last
     steps: int
     run: str
-    exit_code: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """One object."""
@@ -89,7 +88,7 @@ def train(s: Session, guard: InterruptGuard) -> None:
         s.plane.drop(sample.ref for group in filled.groups for sample in group.samples)
         s.sync()
         last = step == plan.steps
-        evaluate = due(step, recipe.train.eval_every, last=last and recipe.train.eval_at_ends)
+        evaluate = due(step, s.intervals.eval_every, last=last and recipe.train.eval_at_ends)
         accuracy = s.evaluate() if evaluate and not guard.requested else {}
         # The row comes before the checkpoint: a run resumed from step N must find the rows up to N.
         s.rollouts.write(step, filled.groups)
@@ -102,7 +101,7 @@ def train(s: Session, guard: InterruptGuard) -> None:
                 **accuracy,
             },
         )
-        if due(step, recipe.checkpoint.every, last=last) or guard.requested:
+        if due(step, s.intervals.checkpoint_every, last=last) or guard.requested:
             s.save(step, guard)
         if guard.requested and not last:
             guard.stop()

@@ -131,7 +131,7 @@ def test_a_missing_run_of_a_neighbour_recipe_names_the_command_that_makes_it(rec
 
 
 def test_json_is_one_object_on_the_last_line_of_stdout(recipe: Path) -> None:
-    done = child(FAKE_RUN.format(body="return Summary(0)"), "train", str(recipe), "--json", "train.steps=2")
+    done = child(FAKE_RUN.format(body="return Summary()"), "train", str(recipe), "--json", "train.steps=2")
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     assert json.loads(line) == {"steps": 2, "eval_after": 0.123456789, "environment": "false"}
@@ -139,14 +139,13 @@ def test_json_is_one_object_on_the_last_line_of_stdout(recipe: Path) -> None:
 
 
 def test_without_json_a_person_reads_one_line(recipe: Path) -> None:
-    done = child(FAKE_RUN.format(body="return Summary(0)"), "train", str(recipe))
+    done = child(FAKE_RUN.format(body="return Summary()"), "train", str(recipe))
     assert done.stdout == "steps=2  eval_after=0.1235  environment=false\n"
 
 
 @pytest.mark.parametrize(
     ("body", "code", "words"),
     [
-        ("return Summary(143)", 143, ""),
         ("raise KeyboardInterrupt", 130, ""),
         (
             "import signal; from plimsoll.cluster.signals import Interrupted;"

@@ -5,7 +5,6 @@ note, to be said once. Files are looked at in `files.py`; here only the recipe c
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from plimsoll.config.recipe import Recipe
 from plimsoll.errors import RecipeError
@@ -209,32 +208,3 @@ def _notes(recipe: Recipe) -> Iterator[str]:
     train = recipe.train
     if train.steps is not None and train.epochs != 1:
         yield f"`train.epochs={train.epochs}` is not read, because `train.steps={train.steps}` is set"
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class Intervals:
-    """Intervals that fit into a run, and what to say about those that did not."""
-
-    eval_every: int | None  # steps
-    checkpoint_every: int | None  # steps
-    warmup_steps: int  # optimizer steps
-    notes: tuple[str, ...]
-
-
-def clip_intervals(recipe: Recipe, *, steps: int, optimizer_steps: int) -> Intervals:
-    """Intervals longer than the run are cut to it, so that every recipe also runs with `train.steps=2`."""
-    notes: list[str] = []
-
-    def clip(key: str, value: int, length: int, unit: str) -> int:
-        if value <= length:
-            return value
-        notes.append(f"`{key}={value}` is longer than the run and taken as {length} {unit}")
-        return length
-
-    eval_every, save_every = recipe.train.eval_every, recipe.checkpoint.every
-    return Intervals(
-        eval_every=None if eval_every is None else clip("train.eval_every", eval_every, steps, "steps"),
-        checkpoint_every=None if save_every is None else clip("checkpoint.every", save_every, steps, "steps"),
-        warmup_steps=clip("train.warmup_steps", recipe.train.warmup_steps, optimizer_steps, "optimizer steps"),
-        notes=tuple(notes),
-    )

@@ -9,6 +9,7 @@ Dropout inside attention is off: a ratio of policies is only 1 when the same tok
 """
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -98,8 +99,8 @@ def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
 def _checked(module: nn.Module, packed: PackedRows | None, kwargs: dict[str, object]) -> PackedRows:
     if packed is None:
         raise RefusedError(
-            f"{type(module).__name__} does not hand keyword arguments on to attention, which attention over packed rows "
-            "needs; set model.packing=single"
+            f"{type(module).__name__} does not hand keyword arguments on to attention, which attention over packed "
+            "rows needs; set model.packing=single"
         )
     found = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     if found:
@@ -112,4 +113,5 @@ def _checked(module: nn.Module, packed: PackedRows | None, kwargs: dict[str, obj
 
 _KERNELS: dict[str, Callable[..., tuple[Tensor, None]]] = {VARLEN: varlen_attention, PADDED: padded_attention}
 for _name, _kernel in _KERNELS.items():
-    AttentionInterface.register(_name, _kernel)
+    # Not traced when layers are compiled: lengths change with every micro-batch, and each would be compiled again.
+    AttentionInterface.register(_name, cast("Callable[..., object]", torch.compiler.disable(_kernel)))

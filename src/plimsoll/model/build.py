@@ -7,33 +7,27 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from plimsoll.errors import RefusedError
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
-def model_folder(path: str | Path) -> Path:
-    """The Hugging Face folder that `model.path` means: itself, or the newest complete checkpoint of a run folder.
+def quiet_transformers() -> None:
+    """Its progress bars go to stderr past our console; warnings stay."""
+    disable_progress_bar()
 
-    RefusedError when there is neither. A checkpoint folder is complete once it has its final name and a manifest.
+
+def model_folder(path: str | Path) -> Path:
+    """`path`, once it is seen to be a Hugging Face folder; RefusedError when it is not.
+
+    A run folder is not one: `checkpoint.locate` finds the model of a run.
     """
     folder = Path(path)
-    if (folder / "config.json").is_file():
-        return folder
-    found = sorted(
-        (
-            (int(step.name.removeprefix("step_")), step / "model")
-            for step in folder.glob("checkpoints/step_*")
-            if step.name.removeprefix("step_").isdigit() and (step / "manifest.json").is_file()
-        ),
-        reverse=True,
-    )
-    if found:
-        return found[0][1]
-    if not folder.is_dir():
-        raise RefusedError(f"model.path: the folder {folder} does not exist")
-    raise RefusedError(f"model.path: {folder} holds neither a config.json nor a complete checkpoint of a run")
+    if not (folder / "config.json").is_file():
+        raise RefusedError(f"model.path: {folder} is not a Hugging Face folder: it holds no config.json")
+    return folder
 
 
 def read_config(path: str | Path) -> PreTrainedConfig:
@@ -73,8 +67,8 @@ def build_random(config: PreTrainedConfig, dtype: torch.dtype, device: torch.dev
     _check_causal(config, Path(config.name_or_path or "model.config"))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        lm = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return cast("PreTrainedModel", lm).to(device)  # pyright: ignore[reportArgumentType]
+        lm = cast("nn.Module", AutoModelForCausalLM.from_config(config, dtype=dtype))
+    return cast("PreTrainedModel", lm.to(device))
 
 
 def build_rollout_skeleton(

@@ -1,12 +1,13 @@
 """What differs between the versions of torch and transformers that we support, in one place."""
 
 import inspect
+from typing import Any
 
 import torch
 from torch.nn.attention.varlen import varlen_attn
 
 # torch 2.11 takes fewer key-value heads as they are; torch 2.13 wants to be told so.
-_GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def causal_varlen_attention(

@@ -1,6 +1,6 @@
 """The policy: a causal language model of transformers whose forward gives log-probabilities instead of logits."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ class PackedPolicy(nn.Module):
         if own_logits:
             return self._from_own_logits(rows, temperature)
         hidden = self.hidden(rows)  # [T, H]
-        head = self.lm.get_output_embeddings()
+        head = cast("nn.Module", self.lm.get_output_embeddings())
         assert isinstance(head, nn.Linear)
         return chunked_logprobs(
             hidden.index_select(0, rows.sources),

@@ -38,7 +38,7 @@ class ModelSpec:
 def model_spec(lm: PreTrainedModel) -> ModelSpec:
     """Read the facts; RefusedError names what the chunked head cannot reproduce."""
     values = cast("Mapping[str, Any]", lm.config.to_dict())
-    head = lm.get_output_embeddings()
+    head = cast("nn.Module", lm.get_output_embeddings())
     if not isinstance(head, nn.Linear):
         raise RefusedError(
             f"model.path: {type(lm).__name__} has no linear output head ({type(head).__name__}); log-probabilities are "

@@ -7,7 +7,7 @@ root takes what is left: embeddings, final norm and head. Embedding and head mus
 """
 
 import torch
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper  # pyright: ignore[reportUnknownVariableType]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

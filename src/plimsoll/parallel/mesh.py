@@ -22,6 +22,12 @@ def ensure_process_group(device: torch.device) -> None:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
 
+def close_process_group() -> None:
+    """End the group of `ensure_process_group`; nothing to do when there is none."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def build_mesh(device: torch.device, shard: int | None) -> DeviceMesh:
     """`shard`: ranks of a shard group (None: all). One axis when all ranks shard, two under hybrid sharding."""
     ranks = dist.get_world_size()

@@ -1,5 +1,7 @@
 """Numbers that all ranks must agree on."""
 
+from typing import cast
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,7 +20,9 @@ def global_norm(gradients: list[Tensor]) -> float:
     plain: list[Tensor] = []
     for gradient in gradients:
         part = local(gradient)
-        square = part.norm(dtype=torch.promote_types(part.dtype, torch.float32)).double().square()
+        wide = torch.promote_types(part.dtype, torch.float32)
+        norm = cast("Tensor", torch.linalg.vector_norm(part, dtype=wide))
+        square = norm.double().square()
         if isinstance(gradient, DTensor):
             sharded.append(square / _copies(gradient))
         else:

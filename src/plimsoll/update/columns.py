@@ -54,7 +54,8 @@ def read_columns(plane: LocalPlane, samples: Sequence[Sample], like: Tensor, *, 
 def write_column(plane: LocalPlane, samples: Sequence[Sample], name: str, values: Tensor) -> None:
     """Spread `values` [N] into a column [L] a sample, 0 where not sampled."""
     masks = [plane.get(sample.ref, "sampled") for sample in samples]
-    parts = values.detach().cpu().split([int(mask.sum()) for mask in masks])
+    sizes = [int(mask.sum()) for mask in masks]
+    parts = torch.split(values.detach().cpu(), sizes)
     for sample, mask, part in zip(samples, masks, parts, strict=True):
         column = torch.zeros(len(mask), dtype=part.dtype)
         column[mask] = part

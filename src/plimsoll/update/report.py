@@ -1,7 +1,7 @@
 """Adds up what a step of the loop reports, over micro-batches, mini-batches, epochs and ranks."""
 
 from dataclasses import replace
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -71,7 +71,7 @@ class StepReport:
         )
         if dist.get_world_size() > 1:
             dist.all_reduce(sums)
-        loss, entropy, kl, num_tokens, num_loss_tokens = sums.tolist()
+        loss, entropy, kl, num_tokens, num_loss_tokens = cast("list[float]", sums.tolist())
         steps = max(len(self._outcomes), 1)
         values = {
             "loss": loss / steps,

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from plimsoll.advantage.expand import expand_advantage
-from plimsoll.plane.columns import sampled_mask
 from plimsoll.advantage.group import group_advantages
 from plimsoll.loss.aggregate import aggregate
 from plimsoll.loss.policy import policy_loss
+from plimsoll.plane.columns import sampled_mask
 from plimsoll.types import GroupId
 from tests.unit.advantage.samples import group_of, rewards_of, sample
 

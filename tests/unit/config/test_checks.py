@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from plimsoll.config.checks import check_eval, check_sft, check_train, clip_intervals
+from plimsoll.config.checks import check_eval, check_sft, check_train
 from plimsoll.config.load import load_recipe
 from plimsoll.config.presets import PRESETS
 from tests.unit.config.recipes import MINIMAL, causes_of, load, one_cause
@@ -153,22 +153,6 @@ def test_evaluation_needs_rows(tmp_path: Path) -> None:
 
 def test_supervised_training_does_not_ask_for_what_only_reinforcement_learning_reads(tmp_path: Path) -> None:
     check_sft(load(tmp_path, MINIMAL, ["rollout.samples_per_prompt=1", "rollout.top_p=0.5"]))
-
-
-def test_intervals_longer_than_the_run_are_cut_and_said_once_each(tmp_path: Path) -> None:
-    overrides = ["data.eval=task:add", "train.eval_every=100", "checkpoint.every=50", "train.warmup_steps=9"]
-    recipe = load(tmp_path, MINIMAL, overrides)
-    cut = clip_intervals(recipe, steps=2, optimizer_steps=4)
-    assert (cut.eval_every, cut.checkpoint_every, cut.warmup_steps) == (2, 2, 4)
-    assert [note.split("`")[1] for note in cut.notes] == [
-        "train.eval_every=100",
-        "checkpoint.every=50",
-        "train.warmup_steps=9",
-    ]
-    kept = clip_intervals(recipe, steps=100, optimizer_steps=100)
-    assert (kept.eval_every, kept.checkpoint_every, kept.warmup_steps, kept.notes) == (100, 50, 9, ())
-    off = clip_intervals(load(tmp_path), steps=2, optimizer_steps=2)
-    assert (off.eval_every, off.checkpoint_every, off.notes) == (None, None, ())
 
 
 def test_epochs_beside_steps_are_said_and_any_recipe_runs_with_two_steps(tmp_path: Path) -> None:

@@ -12,14 +12,11 @@ from tests import tiny
 CPU = torch.device("cpu")
 
 
-def test_a_run_folder_means_its_newest_complete_checkpoint(tmp_path: Path) -> None:
-    for step, complete in ((2, True), (10, True), (12, False)):
-        folder = tmp_path / "checkpoints" / f"step_{step}"
-        (folder / "model").mkdir(parents=True)
-        if complete:
-            (folder / "manifest.json").write_text("{}")
-    (tmp_path / "checkpoints" / "step_13.partial").mkdir()
-    assert model_folder(tmp_path) == tmp_path / "checkpoints" / "step_10" / "model"
+def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
+    tiny.llama().save_pretrained(tmp_path / "model")
+    assert model_folder(tmp_path / "model") == tmp_path / "model"
+    with pytest.raises(RefusedError, match=r"model\.path: .* holds no config\.json"):
+        model_folder(tmp_path)
 
 
 def test_missing_tensors_are_refused_by_name(tmp_path: Path) -> None:

@@ -81,9 +81,10 @@ def _token(i: int, row: Row, logp: Tensor, ref: Tensor | None, options: Any) -> 
     old = float(current.detach()) if row.old is None else row.old[i]
     ratio = torch.exp(current - old)
     a = row.advantage
-    clipped = min(max(float(ratio.detach()), 1 - options.clip_low), 1 + options.clip_high)
+    r = float(ratio.detach())
+    clipped = min(max(r, 1 - options.clip_low), 1 + options.clip_high)
     value = -ratio * a
-    if -clipped * a > float(value.detach()):
+    if clipped != r and -clipped * a > -r * a:  # inside the bounds both are the same number, and the gradient stays
         value = 0.0 * ratio - clipped * a
     if options.dual_clip is not None and a < 0 and float(value.detach()) > -options.dual_clip * a:
         value = 0.0 * ratio - options.dual_clip * a

@@ -265,9 +265,3 @@ def test_packed_rows_are_refused_on_a_cpu(folder: Path) -> None:
     recipe = make_recipe(folder, model={"packing": "packed"})
     with pytest.raises(RefusedError, match=r"model\.packing=packed.*padded"):
         PolicyWorker(recipe, make_plan(packing="packed"), LocalPlane())
-
-
-def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    for path, reason in ((tmp_path / "nothing", "does not exist"), (tmp_path, "neither a config.json")):
-        with pytest.raises(RefusedError, match=reason):
-            PolicyWorker(make_recipe(path), make_plan(), LocalPlane())

@@ -36,7 +36,8 @@ def generate(name: str, options: Mapping[str, Scalar], *, split: Split, seed: in
     checked = task_options(name, options)
     size = checked.train_size if split == "train" else checked.eval_size
     problems = _problems(TASKS[name], checked, split=split, seed=seed if split == "train" else EVAL_SEED)
-    return _rows(name, problems, split=split, size=size)
+    echo_share = checked.echo_share if split == "train" else 0.0
+    return _rows(name, problems, split=split, size=size, echo_share=echo_share)
 
 
 def task_options(name: str, options: Mapping[str, Scalar]) -> TaskOptions:
@@ -95,10 +96,18 @@ def _problems(task: Task, options: TaskOptions, *, split: Split, seed: int) -> I
             yield problem
 
 
-def _rows(name: str, problems: Iterator[Problem], *, split: Split, size: int) -> Iterator[RawRow]:
+def is_echoed(problem: Problem, share: float) -> bool:
+    """Whether the demonstration of this problem is careless; depends on its prompt and the share alone."""
+    word = hashlib.blake2b(problem.prompt.encode(), digest_size=8, person=b"echo").digest()
+    return int.from_bytes(word) < share * 2**64
+
+
+def _rows(name: str, problems: Iterator[Problem], *, split: Split, size: int, echo_share: float) -> Iterator[RawRow]:
     row = 0
     for problem in itertools.islice(problems, size):
         columns = {"prompt": problem.prompt, "answer": problem.answer, "data_source": f"task:{name}"}
+        if echo_share:
+            columns["response"] = problem.echo if is_echoed(problem, echo_share) else problem.answer
         yield RawRow(row=row, where=f"problem {row}", columns=columns)
         row += 1
     if row == size:

@@ -14,6 +14,9 @@ class TaskOptions(Section):
     """Problems of the training split."""
     eval_size: int = Field(default=512, ge=1)
     """Problems of the held-out split."""
+    echo_share: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Share of the training rows whose demonstration (`response`, read by SFT) repeats the question instead of
+    answering it: a careless demonstrator, for reinforcement learning to correct. The `answer` is always right."""
 
 
 class TextOptions(TaskOptions):

@@ -27,6 +27,11 @@ class Problem:
     prompt: str
     answer: str
 
+    @property
+    def echo(self) -> str:
+        """The question without its last character, the task's mark: what a careless demonstrator answers."""
+        return self.prompt[:-1]
+
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Task:
