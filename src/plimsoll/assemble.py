@@ -1,10 +1,10 @@
 """Builds a session, in one order, and takes it down in the other.
 
-Order: data → run folder → plan → trainer → scoring processes and engine → position. Data comes before the folder, so
-that a recipe whose data is refused leaves an earlier run's folder as it was.
+Order: data → plan → run folder → trainer → scoring processes and engine → position. Data and plan come before the
+folder, so that a recipe of which either is refused leaves an earlier run's folder as it was.
 """
 
-import json
+import itertools
 import logging
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
@@ -15,10 +15,9 @@ from typing import Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from plimsoll.checkpoint.locate import CHECKPOINTS, locate_model
-from plimsoll.checkpoint.rng import restore_rng
+from plimsoll.checkpoint.rng import restore_rng, seed_rng
 from plimsoll.checkpoint.store import CheckpointStore
-from plimsoll.checkpoint.training import TrainingCheckpoint, read_training_checkpoint
+from plimsoll.checkpoint.training import read_training_checkpoint
 from plimsoll.cluster.inline import InlineGroup
 from plimsoll.config.derived import RunPlan
 from plimsoll.config.recipe import Recipe
@@ -40,23 +39,24 @@ from plimsoll.observe.rollouts import RolloutWriter
 from plimsoll.observe.run_folder import RunFolder
 from plimsoll.parallel.mesh import close_process_group
 from plimsoll.plane.local import LocalPlane
+from plimsoll.resolve import Resumed, Sources, find_resumed, resolve_sources
 from plimsoll.reward.pool import ScoringPool
 from plimsoll.session import Session
-from plimsoll.sizing import DataSizes, clip_intervals, derive_plan, optimizer_steps, total_steps
+from plimsoll.sizing import (
+    DataSizes,
+    check_ids,
+    check_resumed,
+    clip_intervals,
+    derive_plan,
+    optimizer_steps,
+    total_steps,
+)
 from plimsoll.update.worker import Counters, PolicyWorker
+from plimsoll.weights.export import copy_companions
 
 logger = logging.getLogger(__name__)
 
 Objective = Literal["policy", "supervised"]
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class Sources:
-    """What the recipe's `model` section means on this disk, resolved once."""
-
-    recipe: Recipe  # `model.path` and `model.reference` are Hugging Face folders here, never runs
-    config: Path  # config.json, or a folder that holds one
-    tokenizer: Path
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -68,35 +68,7 @@ class Rows:
     responses: dict[int, tuple[int, ...]]  # SFT targets by row
     stream: PromptStream
     sizes: DataSizes
-
-
-def resolve_sources(recipe: Recipe, found: TrainingCheckpoint | None) -> Sources:
-    """RefusedError when a folder is missing.
-
-    A resumed run takes weights and tokenizer from its own checkpoint, whatever has become of the folder that it began
-    with; only a reference that is in use is still read from there.
-    """
-    model = recipe.model
-    reference = None
-    if recipe.algorithm.kl_coefficient > 0 and (model.reference or model.path):
-        reference = str(locate_model(model.reference or model.path or "", setting="model.reference").model)
-    if found:
-        update = {"path": str(found.model_folder), "init": "pretrained", "reference": reference}
-        config = found.model_folder
-    elif model.init == "random":
-        assert model.config is not None, "checked with the recipe"
-        update = {"reference": reference}
-        config = Path(model.config)
-    else:
-        assert model.path is not None, "checked with the recipe"
-        config = locate_model(model.path, setting="model.path").model
-        update = {"path": str(config), "reference": reference}
-    folder = config if config.is_dir() else config.parent
-    return Sources(
-        recipe=recipe.model_copy(update={"model": model.model_copy(update=update)}),
-        config=config,
-        tokenizer=Path(model.tokenizer) if model.tokenizer and not found else folder,
-    )
+    largest_id: int  # of prompts and targets
 
 
 def load_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, objective: Objective) -> Rows:
@@ -124,19 +96,33 @@ def load_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, objective: Obj
         longest_sequence=longest_sequence,
         num_eval=len(held_out_lengths),
     )
-    return Rows(train=train, held_out=held_out, responses=responses, stream=stream, sizes=sizes)
+    every = (ids for source in (train, held_out) if source for ids in (prompt.token_ids for prompt in source.prompts))
+    largest_id = max(max(ids) for ids in itertools.chain(every, responses.values()))
+    return Rows(train=train, held_out=held_out, responses=responses, stream=stream, sizes=sizes, largest_id=largest_id)
 
 
-def _newest(run: Path, console: Console) -> TrainingCheckpoint | None:
-    """The newest complete checkpoint, saying what was passed over; None: start again from the beginning."""
-    scan = CheckpointStore(run / CHECKPOINTS, keep=None).scan()
-    for skipped in scan.skipped:
-        console.note(f"passed over {skipped.path}: {skipped.reason}")
-    if scan.checkpoint is None:
-        console.note("no complete checkpoint yet: the run starts again from its first step")
-        return None
-    console.note(f"resuming from {scan.checkpoint.path}")
-    return read_training_checkpoint(scan.checkpoint.path)
+def _plan(
+    recipe: Recipe, sources: Sources, tokenizer: PreTrainedTokenizerBase, rows: Rows, resumed: Resumed | None
+) -> RunPlan:
+    """A resumed run keeps its own numbers; only its length may have changed. RefusedError: it cannot be planned."""
+    config = read_config(sources.config)
+    if resumed is None or resumed.plan is None:
+        plan = derive_plan(recipe, config, tokenizer, rows.sizes, reference=sources.recipe.model.reference)
+    else:
+        steps = total_steps(recipe, rows.sizes)
+        update = {"steps": steps, "optimizer_steps": optimizer_steps(recipe, steps)}
+        plan = resumed.plan.model_copy(update=update)
+        check_resumed(recipe, plan, rows.sizes)
+    check_ids(int(config.get_text_config().vocab_size), rows.largest_id, plan.stop_token_ids)
+    return plan
+
+
+def keep_tokenizer(folder: Path, sources: Sources) -> None:
+    """Copy tokenizer, chat template and the model's generation config; of two of a name, the tokenizer's stays."""
+    folder.mkdir()
+    if sources.config.is_dir():
+        copy_companions(sources.config, folder)
+    copy_companions(sources.tokenizer, folder)
 
 
 @contextmanager
@@ -148,12 +134,20 @@ def open_session(recipe: Recipe, *, objective: Objective, resume: bool, overwrit
         quiet_transformers()
         run_root = Path(recipe.run_root)
         RunFolder.check(run_root, recipe.name, resume=resume, overwrite=overwrite)
-        found = _newest(run_root / recipe.name, console) if resume else None
-        sources = resolve_sources(recipe, found)
+        run = run_root / recipe.name
+        resumed = find_resumed(run, console) if resume else None
+        sources = resolve_sources(recipe, run, resumed)
         tokenizer = load_tokenizer(sources.tokenizer)
         rows = load_rows(recipe, tokenizer, objective)
+        plan = _plan(recipe, sources, tokenizer, rows, resumed)
         folder = stack.enter_context(RunFolder.prepare(run_root, recipe.name, resume=resume, overwrite=overwrite))
+        folder.check_recipe(recipe)
+        if resumed and resumed.state:  # before anything is written: other rows are refused here
+            rows.stream.restore(CursorState.from_json(resumed.state.cursor))
         folder.record_recipe(recipe)
+        if not folder.tokenizer.is_dir():
+            # Checkpoints take these files from here: the folder they come from may go, a checkpoint by retention.
+            keep_tokenizer(folder.tokenizer, sources)
         for dataset in (rows.train, rows.held_out):
             for line in dataset.report.lines() if dataset else ():
                 console.note(line)
@@ -163,9 +157,10 @@ def open_session(recipe: Recipe, *, objective: Objective, resume: bool, overwrit
             sources=sources,
             tokenizer=tokenizer,
             rows=rows,
+            plan=plan,
             folder=folder,
             console=console,
-            found=found,
+            resumed=resumed,
         )
         yield opening.build(stack)
 
@@ -179,15 +174,18 @@ class _Opening:
     sources: Sources
     tokenizer: PreTrainedTokenizerBase
     rows: Rows
+    plan: RunPlan
     folder: RunFolder
     console: Console
-    found: TrainingCheckpoint | None  # None: from the first step
+    resumed: Resumed | None
 
     def build(self, stack: ExitStack) -> Session:
-        recipe, folder, found = self.recipe, self.folder, self.found
+        recipe, folder = self.recipe, self.folder
+        state = self.resumed.state if self.resumed else None  # None: from the first step
         store = CheckpointStore(folder.checkpoints, keep=recipe.checkpoint.keep, say=self.console.note)
-        plan = self._plan()
+        plan = self.plan
         torch.set_num_threads(plan.threads)
+        seed_rng(recipe.seed)
         residents: list[Resident] = []
         memory = Memory(
             folder.memory,
@@ -200,11 +198,11 @@ class _Opening:
         metrics = JsonlWriter(folder.metrics)
         stack.callback(metrics.close)
         rollouts = RolloutWriter(folder.rollouts, recipe.observe.rollout_samples)
-        start_step = found.state.step if found else 0
+        start_step = state.step if state else 0
         if folder.resumed:
-            # Step 0 has a row of its own (the evaluation before the first step): a run without a checkpoint redoes it.
+            # Step 0 has a row of its own (the evaluation before the first step), which a run that starts there redoes.
             for history in (metrics, memory, rollouts):
-                history.truncate(start_step if found else -1)
+                history.truncate(start_step or -1)
         memory.begin_step(start_step)
         plane = LocalPlane()
         stack.callback(close_process_group)
@@ -215,9 +213,8 @@ class _Opening:
         residents.extend(generation.residents() if generation else ())
         plan = plan.model_copy(update={"packing": worker.policy.packing})  # the probe may have changed it
         write_json(folder.plan, plan.model_dump(mode="json"))
-        if found:
-            self.rows.stream.restore(CursorState.from_json(found.state.cursor))
-            restore_rng(found.state.rng, plan.device)
+        if state:
+            restore_rng(state.rng, plan.device)
         intervals = clip_intervals(recipe, steps=plan.steps)
         for note in intervals.notes:
             self.console.note(note)
@@ -225,7 +222,6 @@ class _Opening:
             recipe=recipe,
             plan=plan,
             folder=folder,
-            tokenizer_folder=self.sources.tokenizer,
             console=self.console,
             metrics=metrics,
             rollouts=rollouts,
@@ -233,7 +229,6 @@ class _Opening:
             store=store,
             plane=plane,
             stream=self.rows.stream,
-            data_fingerprint=self.rows.train.fingerprint,
             policy=InlineGroup(worker),
             generation=generation,
             intervals=intervals,
@@ -244,27 +239,19 @@ class _Opening:
         self.console.start(plan.steps, recipe.name, first_step=start_step)
         return session
 
-    def _plan(self) -> RunPlan:
-        """A resumed run keeps its own numbers; only its length may have changed."""
-        sizes = self.rows.sizes
-        if self.folder.resumed and self.folder.plan.is_file():
-            plan = RunPlan.model_validate(json.loads(self.folder.plan.read_bytes()))
-            steps = total_steps(self.recipe, sizes)
-            return plan.model_copy(update={"steps": steps, "optimizer_steps": optimizer_steps(self.recipe, steps)})
-        return derive_plan(self.recipe, read_config(self.sources.config), self.tokenizer, sizes)
-
     def _worker(self, plan: RunPlan, plane: LocalPlane) -> PolicyWorker:
         """A checkpoint's model/ holds the master weights bitwise, so building from it restores them."""
         worker = PolicyWorker(self.sources.recipe, plan, plane, objective=self.objective)
-        if self.found:
-            state = self.found.state
+        if self.resumed and self.resumed.checkpoint:
+            # Read here and let go of: files that stay mapped keep their disk space after they are deleted.
+            checkpoint = read_training_checkpoint(self.resumed.checkpoint)
             counters = Counters(
-                version=state.policy_version,
-                optimizer_steps=state.optimizer_steps,
-                skipped_nonfinite=state.skipped_nonfinite,
-                skipped_empty=state.skipped_empty,
+                version=checkpoint.state.policy_version,
+                optimizer_steps=checkpoint.state.optimizer_steps,
+                skipped_nonfinite=checkpoint.state.skipped_nonfinite,
+                skipped_empty=checkpoint.state.skipped_empty,
             )
-            worker.load_optimizer_state(self.found.optimizer, counters)
+            worker.load_optimizer_state(checkpoint.optimizer, counters)
         return worker
 
     def _generation(
@@ -284,4 +271,5 @@ class _Opening:
             eval_prompts=held_out.prompts if held_out else (),
         )
         stack.callback(generation.collector.close)
+        self.console.note(generation.sampling_line())
         return generation

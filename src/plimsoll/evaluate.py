@@ -10,7 +10,7 @@ from plimsoll.checkpoint.locate import locate_model
 from plimsoll.config.recipe import Recipe
 from plimsoll.data.load import load_dataset
 from plimsoll.data.tokenizer import load_tokenizer
-from plimsoll.model.build import DTYPES, load_pretrained, quiet_transformers
+from plimsoll.model.build import DTYPES, load_pretrained, quiet_transformers, read_config
 from plimsoll.observe.console import Console, setup_logging
 from plimsoll.reward.pool import ScoringPool
 from plimsoll.rollout.evaluation import EvalResult, evaluate
@@ -46,15 +46,14 @@ def run(target: Path, recipe: Recipe) -> EvalSummary:
         console.note(line)
     longest = max(len(prompt.token_ids) for prompt in rows.prompts)
     with ScoringPool(recipe.reward) as scorer:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model = load_pretrained(model_folder, DTYPES[recipe.model.dtype], device)
         sizes = DataSizes(
             batches_per_epoch=1, longest_prompt=longest, longest_sequence=longest, num_eval=len(rows.prompts)
         )
-        plan = derive_plan(recipe, model.config, tokenizer, sizes)
+        plan = derive_plan(recipe, read_config(model_folder), tokenizer, sizes)
         torch.set_num_threads(plan.threads)
         engine = NativeEngine(
-            model.to(DTYPES[plan.compute_dtype]).eval(),  # pyright: ignore[reportArgumentType]
+            # Read in the compute dtype: casting afterwards would round the rotary frequencies too.
+            load_pretrained(model_folder, DTYPES[plan.compute_dtype], torch.device(plan.device)).eval(),
             num_slots=plan.num_slots,
             slot_tokens=plan.slot_tokens,
             prefill_tokens=recipe.rollout.prefill_tokens,

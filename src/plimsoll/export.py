@@ -18,8 +18,8 @@ from torch import Tensor
 from plimsoll.checkpoint.files import format_bytes, free_bytes, fsync_folder, fsync_tree
 from plimsoll.checkpoint.locate import Located, locate_model
 from plimsoll.checkpoint.state import read_state
-from plimsoll.checkpoint.tensors import TensorFiles, TensorSpec, write_specs
 from plimsoll.errors import CheckpointError, RefusedError
+from plimsoll.weights.tensors import TensorFiles, TensorSpec, write_specs
 
 DTYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,

@@ -50,12 +50,26 @@ class Generation:
             settings=collector_settings(recipe, plan.stop_token_ids),
         )
 
+    def sampling_line(self) -> str:
+        """What responses are sampled with, for the log: users look for settings that came from elsewhere."""
+        rollout = self._recipe.rollout
+        return (
+            f"sampling: temperature {rollout.temperature:g}, top_p {rollout.top_p:g}, top_k {rollout.top_k or 'off'}, "
+            f"repetition_penalty 1.0, at most {rollout.max_response_tokens} tokens, stop ids "
+            f"{list(self._plan.stop_token_ids)}; nothing is taken from the model's generation_config.json"
+        )
+
     def sync(self) -> None:
         """Bring the engine to the policy's weights and version; the engine must be idle."""
         sync(self._source, self._weights, self._engine)
 
-    def evaluate(self) -> EvalResult:
-        """Held-out accuracy with the weights of the last sync."""
+    @property
+    def version(self) -> int:
+        """Policy version of the engine's weights."""
+        return self._engine.version
+
+    def evaluate(self, stop: Callable[[], bool]) -> EvalResult:
+        """Held-out accuracy with the weights of the last sync. GenerationStopped when `stop` says so."""
         rollout = self._recipe.rollout
         return evaluate(
             self._engine,
@@ -66,6 +80,7 @@ class Generation:
             stop_token_ids=self._plan.stop_token_ids,
             seed=self._recipe.seed,
             decode=self._decode,
+            stop=stop,
         )
 
     def residents(self) -> list[Resident]:

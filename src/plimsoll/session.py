@@ -4,6 +4,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from plimsoll.checkpoint.rng import capture_rng
 from plimsoll.checkpoint.state import TrainingState, library_versions
@@ -23,6 +24,7 @@ from plimsoll.observe.metrics import JsonlWriter, read_jsonl
 from plimsoll.observe.rollouts import RolloutWriter
 from plimsoll.observe.run_folder import RunFolder
 from plimsoll.plane.local import LocalPlane
+from plimsoll.rollout.generate import GenerationStopped
 from plimsoll.sizing import Intervals
 from plimsoll.update.worker import PolicyWorker
 from plimsoll.weights.export import write_hf_folder
@@ -52,7 +54,6 @@ class Session:
     recipe: Recipe
     plan: RunPlan
     folder: RunFolder
-    tokenizer_folder: Path
     console: Console
     metrics: JsonlWriter
     rollouts: RolloutWriter
@@ -60,7 +61,6 @@ class Session:
     store: CheckpointStore
     plane: LocalPlane
     stream: PromptStream
-    data_fingerprint: str
     policy: InlineGroup[PolicyWorker]
     generation: Generation | None  # None: SFT without evaluation
     intervals: Intervals
@@ -75,17 +75,40 @@ class Session:
             yield
 
     def sync(self) -> None:
-        """Give the engine the policy's weights and version."""
-        if self.generation is not None:
+        """Give the engine the policy's weights and version, unless it has them."""
+        if self.generation is not None and self.generation.version != self.policy.worker.version:
             with self.enter(Phase.SYNC):
                 self.generation.sync()
 
-    def evaluate(self) -> dict[str, float]:
-        """Metrics of an evaluation with the weights of the last sync; nothing without `data.eval`."""
-        if self.generation is None or not self.generation.eval_prompts:
+    def evaluate(self, guard: InterruptGuard) -> dict[str, float]:
+        """Metrics of an evaluation with the policy's weights; nothing without `data.eval`, or when asked to stop.
+
+        What an interrupt cuts off here is made up for by `evaluate_start` of the resumed run.
+        """
+        if self.generation is None or not self.generation.eval_prompts or guard.requested:
             return {}
+        self.sync()
         with self.enter(Phase.EVAL):
-            return self.generation.evaluate().metrics()
+            try:
+                return self.generation.evaluate(stop=lambda: guard.requested is not None).metrics()
+            except GenerationStopped:
+                return {}
+
+    def evaluation_due(self, step: int) -> bool:
+        """Whether `step` ends with an evaluation; 0 is the time before the first step."""
+        at_end = step in (0, self.plan.steps) and self.recipe.train.eval_at_ends
+        return at_end or (step > 0 and due(step, self.intervals.eval_every, last=False))
+
+    def evaluate_start(self, guard: InterruptGuard) -> None:
+        """The evaluation of the step that the run starts from, unless its row has one."""
+        step = self.start_step
+        if not self.evaluation_due(step) or self.accuracy_at(step) is not None:
+            return
+        values = self.evaluate(guard)
+        if values:
+            row = self._row(step)
+            self.metrics.truncate(step - 1)
+            self.report(step, {**{key: value for key, value in row.items() if key != "step"}, **values})
 
     def report(self, step: int, values: Mapping[str, float]) -> None:
         """One row of metrics.jsonl, and the console."""
@@ -95,8 +118,11 @@ class Session:
 
     def accuracy_at(self, step: int) -> float | None:
         """Held-out accuracy as recorded for `step`; None: it was not measured."""
+        return self._row(step).get("eval/accuracy")
+
+    def _row(self, step: int) -> dict[str, Any]:
         rows = {row["step"]: row for row in read_jsonl(self.folder.metrics)}
-        return rows.get(step, {}).get("eval/accuracy")
+        return rows.get(step, {})
 
     def save(self, step: int, guard: InterruptGuard) -> None:
         """Publish the checkpoint of `step`; one that is there and complete stays."""
@@ -124,7 +150,7 @@ class Session:
             worker.config,
             DTYPES[self.recipe.model.dtype],
             architecture=type(worker.lm).__name__.removeprefix("FSDP"),  # fully_shard renames the class
-            tokenizer_folder=self.tokenizer_folder,
+            tokenizer_folder=self.folder.tokenizer,
         )
 
     def _training_state(self, step: int) -> TrainingState:
@@ -136,7 +162,6 @@ class Session:
             skipped_nonfinite=counters.skipped_nonfinite,
             skipped_empty=counters.skipped_empty,
             cursor=asdict(self.stream.state()),
-            data_fingerprint=self.data_fingerprint,
             plan=self.plan.model_dump(mode="json"),
             rng=capture_rng(self.plan.device),
             libraries=library_versions(),

@@ -37,11 +37,11 @@ def run(recipe: Recipe, *, resume: bool, overwrite: bool) -> SftSummary:
 
 
 def _train(session: Session, guard: InterruptGuard) -> SftSummary:
-    plan, recipe = session.plan, session.recipe
+    plan = session.plan
     loss: float | None = None
-    session.sync()
-    if session.start_step == 0 and recipe.train.eval_at_ends and (before := session.evaluate()):
-        session.report(0, before)
+    session.evaluate_start(guard)
+    if guard.requested:
+        guard.stop()
     for step in range(session.start_step + 1, plan.steps + 1):
         session.memory.begin_step(step)
         batch = _batch(session, session.stream.next_batch(), step)
@@ -49,14 +49,12 @@ def _train(session: Session, guard: InterruptGuard) -> SftSummary:
             stats = session.policy.map(PolicyWorker.supervised, batch)[0]
         loss = stats.values["loss"]
         session.plane.drop(sample.ref for sample in batch.samples())
-        last = step == plan.steps
-        session.sync()
-        evaluate = due(step, session.intervals.eval_every, last=last and recipe.train.eval_at_ends)
-        accuracy = session.evaluate() if evaluate and not guard.requested else {}
+        last, evaluate = step == plan.steps, session.evaluation_due(step)
+        accuracy = session.evaluate(guard) if evaluate else {}
         session.report(step, {**stats.values, **accuracy})
         if due(step, session.intervals.checkpoint_every, last=last) or guard.requested:
             session.save(step, guard)
-        if guard.requested and not last:
+        if guard.requested and not (last and (accuracy or not evaluate)):
             guard.stop()
     return SftSummary(loss=loss, steps=plan.steps, run=str(session.folder.path))
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from plimsoll.config.derived import RunPlan
 from plimsoll.config.recipe import Recipe
+from plimsoll.errors import RefusedError
 from plimsoll.memory.host import HostReader
 from plimsoll.model.build import DTYPES
 from plimsoll.rollout.kv import kv_bytes_per_token, plan_slots
@@ -33,7 +35,12 @@ class DataSizes:
 
 
 def derive_plan(
-    recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, sizes: DataSizes
+    recipe: Recipe,
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    sizes: DataSizes,
+    *,
+    reference: str | None = None,
 ) -> RunPlan:
     """The plan of a new run. RefusedError when the KV cache cannot hold a single sequence."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -68,8 +75,35 @@ def derive_plan(
         num_slots=num_slots,
         slot_tokens=slot_tokens,
         kv_bytes=num_slots * slot_bytes,
-        stop_token_ids=rollout.stop_token_ids or default_stop_ids(config, tokenizer),
+        reference=reference,
+        stop_token_ids=stop_ids(recipe, config, tokenizer),
     )
+
+
+def check_resumed(recipe: Recipe, plan: RunPlan, sizes: DataSizes) -> None:
+    """RefusedError when a run's own plan does not serve it any more: longer rows, another kind of device."""
+    longest = sizes.longest_prompt + recipe.rollout.max_response_tokens
+    if longest > plan.slot_tokens:
+        raise RefusedError(
+            f"data.eval: its longest prompt has {sizes.longest_prompt} tokens, and with rollout.max_response_tokens="
+            f"{recipe.rollout.max_response_tokens} does not fit into the run's slots of {plan.slot_tokens} tokens; "
+            "take shorter rows, or start a new run (name=OTHER model.path=RUN)"
+        )
+    if plan.device == "cuda" and not torch.cuda.is_available():
+        raise RefusedError("the run is one of a GPU, and there is none here: resume it on a GPU")
+
+
+def check_ids(vocab_size: int, largest_id: int, stop_token_ids: Sequence[int]) -> None:
+    """RefusedError when tokens are used that the model has no embedding for: on a GPU that is an opaque error."""
+    if largest_id >= vocab_size:
+        raise RefusedError(
+            f"model.tokenizer: it gives token id {largest_id}, and the model has {vocab_size} embeddings; "
+            "name the tokenizer of this model"
+        )
+    if max(stop_token_ids, default=0) >= vocab_size:
+        raise RefusedError(
+            f"rollout.stop_token_ids: {max(stop_token_ids)} is not among the {vocab_size} ids of the model"
+        )
 
 
 def total_steps(recipe: Recipe, sizes: DataSizes) -> int:
@@ -108,14 +142,24 @@ def clip_intervals(recipe: Recipe, *, steps: int) -> Intervals:
     )
 
 
-def default_stop_ids(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """End-of-sequence ids of the tokenizer and the model's config, ascending."""
+def stop_ids(recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """`rollout.stop_token_ids`, or the end-of-sequence ids of the tokenizer and the model's config, ascending.
+
+    RefusedError when nobody names one.
+    """
+    if recipe.rollout.stop_token_ids is not None:
+        return recipe.rollout.stop_token_ids
     found: set[int] = set()
     # eos_token_id: one id, a list of ids (the models with several ends of turn) or None.
     named: list[Any] = [tokenizer.eos_token_id, config.get_text_config().eos_token_id]
     for ids in named:
         if ids is not None:
             found.update([ids] if isinstance(ids, int) else ids)
+    if not found:
+        raise RefusedError(
+            "neither the tokenizer nor the model's config names an end-of-sequence id: set rollout.stop_token_ids "
+            "(to [] if every response shall run to rollout.max_response_tokens)"
+        )
     return tuple(sorted(found))
 
 

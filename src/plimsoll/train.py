@@ -65,12 +65,12 @@ def train(s: Session, guard: InterruptGuard) -> None:
     """One iteration a step. Waits for the engine and the rewards in ROLLOUT; everything else runs here."""
     recipe, plan, policy = s.recipe, s.plan, s.policy
     s.sync()
-    if s.start_step == 0 and recipe.train.eval_at_ends and (before := s.evaluate()):
-        s.report(0, before)
+    s.evaluate_start(guard)
+    if guard.requested:
+        guard.stop()
     for step in range(s.start_step + 1, plan.steps + 1):
         s.memory.begin_step(step)
-        with s.enter(Phase.ROLLOUT):
-            filled = fill(s, step, guard)
+        filled = rollout(s, step, guard)
         batch = pack(
             filled.groups,
             step=step,
@@ -87,9 +87,8 @@ def train(s: Session, guard: InterruptGuard) -> None:
             update = policy.map(PolicyWorker.update, batch)[0]
         s.plane.drop(sample.ref for group in filled.groups for sample in group.samples)
         s.sync()
-        last = step == plan.steps
-        evaluate = due(step, s.intervals.eval_every, last=last and recipe.train.eval_at_ends)
-        accuracy = s.evaluate() if evaluate and not guard.requested else {}
+        last, evaluate = step == plan.steps, s.evaluation_due(step)
+        accuracy = s.evaluate(guard) if evaluate else {}
         # The row comes before the checkpoint: a run resumed from step N must find the rows up to N.
         s.rollouts.write(step, filled.groups)
         s.report(
@@ -103,16 +102,27 @@ def train(s: Session, guard: InterruptGuard) -> None:
         )
         if due(step, s.intervals.checkpoint_every, last=last) or guard.requested:
             s.save(step, guard)
-        if guard.requested and not last:
+        if guard.requested and not (last and (accuracy or not evaluate)):
             guard.stop()
 
 
-def fill(s: Session, step: int, guard: InterruptGuard) -> Filled:
+def rollout(s: Session, step: int, guard: InterruptGuard) -> Filled:
+    """The groups of the step. When dynamic sampling gives up, what was trained so far is saved first."""
+    try:
+        with s.enter(Phase.ROLLOUT):
+            return fill(s, step)
+    except SamplingError:
+        s.save(step - 1, guard)
+        raise
+
+
+def fill(s: Session, step: int) -> Filled:
     """Sample until the step has its groups.
 
     Without dynamic sampling that is one round. With it, groups without signal are replaced by further prompts, in as
     many rounds as `algorithm.dynamic_max_rounds` allows. Groups beyond the wanted number are not trained on: their
-    prompts go back to the front of the stream, so that they are sampled again, on policy, in the next step.
+    prompts go back to the front of the stream, so that they are sampled again, on policy, in the next step. So do all
+    that had a signal when the rounds are used up: SamplingError.
     """
     assert s.generation is not None
     dynamic, most = s.recipe.algorithm.dynamic_sampling, s.recipe.algorithm.dynamic_max_rounds
@@ -131,7 +141,6 @@ def fill(s: Session, step: int, guard: InterruptGuard) -> Filled:
             break
         if len(rounds) == most:
             _give_back(s, kept)
-            s.save(step - 1, guard)
             raise SamplingError(
                 f"step {step}: {len(kept)} of {wanted} groups with a signal after {most} rounds of generation "
                 f"(algorithm.dynamic_max_rounds); without signal: {no_signal.describe()}. Give it other problems, "

@@ -40,7 +40,6 @@ from plimsoll.cli import main
 
 @dataclass(frozen=True)
 class Summary:
-    exit_code: int
     def as_json(self):
         return {{"steps": 2, "eval_after": 0.123456789, "environment": os.environ["TOKENIZERS_PARALLELISM"]}}
 

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from plimsoll import export
 from plimsoll.checkpoint.store import CheckpointStore
-from plimsoll.checkpoint.tensors import TensorFiles
 from plimsoll.checkpoint.training import write_training_checkpoint
 from plimsoll.errors import CheckpointError, RefusedError
+from plimsoll.weights.tensors import TensorFiles
 from tests import tiny
 from tests.unit.checkpoint.states import training_state
 

@@ -13,7 +13,7 @@ from plimsoll.config.schema import leaves, sections
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "plimsoll"
 
-VOCABULARY = {"types", "errors", "config", "jsonl"}
+VOCABULARY = {"types", "errors", "config", "jsonl", "__version__"}
 """What everybody may import."""
 
 MAY_IMPORT: dict[str, set[str]] = {

@@ -33,6 +33,13 @@ def capture_rng(device: Literal["cpu", "cuda"]) -> RngState:
     )
 
 
+def seed_rng(seed: int) -> None:
+    """Set the generators to a function of `seed`: a run starts like its last start, whatever a library draws."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed % 2**64)  # also those of every CUDA device
+
+
 def restore_rng(state: RngState, device: Literal["cpu", "cuda"]) -> None:
     """Set the generators to `state`.
 

@@ -12,12 +12,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
+from plimsoll import __version__
 from plimsoll.errors import CheckpointError
 
 STATE = "state.json"
 FORMAT = 1
 
-_LIBRARIES = ("plimsoll-rl", "torch", "transformers", "safetensors", "numpy")
+_LIBRARIES = ("torch", "transformers", "safetensors", "numpy")
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -45,7 +46,6 @@ class TrainingState:
     skipped_nonfinite: int  # optimizer steps skipped because the gradient was not finite
     skipped_empty: int  # mini-batches without anything to train
     cursor: Mapping[str, Any]  # data cursor as plain JSON, dynamic-sampling buffer included; tuples come back as lists
-    data_fingerprint: str  # of the training rows: another data set cannot be resumed on
     plan: Mapping[str, Any]  # the run's plan.json
     rng: RngState
     libraries: Mapping[str, str]  # name → version that wrote this
@@ -55,6 +55,7 @@ def library_versions() -> dict[str, str]:
     """Versions of Python and of the libraries that results depend on."""
     return {
         "python": platform.python_version(),
+        "plimsoll": __version__,
         **{name: version(name) for name in _LIBRARIES},
     }
 

@@ -8,8 +8,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from plimsoll.checkpoint.state import TrainingState, read_state, write_state
-from plimsoll.checkpoint.tensors import TensorFiles, write_tensors
 from plimsoll.errors import CheckpointError
+from plimsoll.weights.tensors import TensorFiles, write_tensors
 
 MODEL = "model"
 OPTIMIZER = "optimizer.safetensors"

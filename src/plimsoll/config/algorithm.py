@@ -34,7 +34,7 @@ class AlgorithmConfig(Section):
     """Weight of the KL against the reference; 0: no reference model is read."""
     kl_estimator: Literal["k1", "k2", "k3"]
     """k1 = log(p/ref), k2 = k1²/2, k3 = exp(-k1) - 1 + k1. In the loss k2 has the gradient of the KL, k3 a biased
-    one."""
+    one and k1 none (refused); in the reward only k1 has it (the others are refused)."""
     kl_in: Literal["loss", "reward"]
     """Where the KL term goes."""
     entropy_coefficient: float = Field(default=0.0, ge=0.0)

@@ -110,6 +110,11 @@ def _algorithm(recipe: Recipe) -> Iterator[str]:
             "`algorithm.kl_estimator=k1` with `algorithm.kl_in=loss` has an expected gradient of zero; set "
             "`algorithm.kl_estimator=k2`, whose gradient in the loss is the KL's, or `algorithm.kl_in=reward`"
         )
+    if algorithm.kl_in == "reward" and algorithm.kl_coefficient > 0 and algorithm.kl_estimator != "k1":
+        yield (
+            f"`algorithm.kl_estimator={algorithm.kl_estimator}` with `algorithm.kl_in=reward` has not the gradient of "
+            "the KL, not even its sign; set `algorithm.kl_estimator=k1`, or `algorithm.kl_in=loss`"
+        )
     if algorithm.overlong_buffer >= rollout.max_response_tokens:
         yield (
             f"`algorithm.overlong_buffer={algorithm.overlong_buffer}` must be below "

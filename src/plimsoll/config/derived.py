@@ -36,5 +36,7 @@ class RunPlan(Section):
     """Tokens of one slot: longest prompt + longest response."""
     kv_bytes: int
     """Bytes of the KV cache: slots x tokens x bytes a token."""
+    reference: str | None
+    """Folder of the frozen reference; None: no KL."""
     stop_token_ids: tuple[int, ...]
     """Ids that end a response."""

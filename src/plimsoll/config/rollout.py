@@ -19,6 +19,9 @@ class EvalSampling(Section):
     samples: int = Field(default=1, ge=1)
     """Samples a problem; pass@k is reported for k = 1, 2, 4, … up to this. More than 1 wants temperature > 0."""
 
+    correct_score: float = 1.0
+    """A response with at least this score counts as correct (accuracy, pass@k)."""
+
 
 class RolloutConfig(Section):
     """Engine and sampling. Nothing is inherited from the model's generation_config.json."""

@@ -13,7 +13,7 @@ class TrainConfig(Section):
     steps: int | None = Field(default=None, ge=1)
     """Iterations of the loop. Default: as many as `train.epochs` over the data make."""
     epochs: int = Field(default=1, ge=1)
-    """Passes over the data when `train.steps` is not set."""
+    """Passes over the data when `train.steps` is not set. Dynamic sampling replaces groups and so passes more often."""
     learning_rate: float = Field(default=1e-6, ge=0.0)
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

@@ -15,6 +15,8 @@ from plimsoll.jsonl import write_json
 
 _LOCK = ".lock"
 _RECIPE = "recipe.json"
+PLAN = "plan.json"
+TOKENIZER = "tokenizer"
 _LEFTOVERS = {_LOCK, f"{_RECIPE}.tmp"}
 _SUBFOLDERS = {"rollouts", "checkpoints"}
 # Sections of every recipe that this package has written: a recipe.json without them is somebody else's.
@@ -37,7 +39,6 @@ CHANGEABLE = (
     "algorithm.dynamic_max_rounds",
     "checkpoint.",
     "observe.",
-    "memory.",
     "cluster.max_restarts",
     "cluster.min_ranks",
     "cluster.stall_timeout",
@@ -51,9 +52,10 @@ class RunFolder:
         self.path = path
         self.resumed = resumed
         self.recipe = path / _RECIPE
-        self.plan = path / "plan.json"
+        self.plan = path / PLAN
         self.metrics = path / "metrics.jsonl"
         self.memory = path / "memory.jsonl"
+        self.tokenizer = path / TOKENIZER
         self.rollouts = path / "rollouts"
         self.checkpoints = path / "checkpoints"
         self._lock = lock
@@ -98,8 +100,8 @@ class RunFolder:
             raise
         return folder
 
-    def record_recipe(self, recipe: Recipe) -> None:
-        """Write recipe.json. On resume only when the recipe goes on with the same run: raises RunFolderError if not."""
+    def check_recipe(self, recipe: Recipe) -> None:
+        """On resume: raise RunFolderError unless the recipe goes on with the same run. Nothing is written."""
         if self.resumed:
             causes = changed_keys(read_recipe(self.recipe), recipe)
             if causes:
@@ -108,6 +110,10 @@ class RunFolder:
                     f"model.path={self.path}"
                 )
                 raise RunFolderError([f"{self.path} cannot be resumed: {cause}" for cause in causes] + [advice])
+
+    def record_recipe(self, recipe: Recipe) -> None:
+        """Write recipe.json, checked by `check_recipe`."""
+        self.check_recipe(recipe)
         write_json(self.recipe, recipe.model_dump(mode="json"))
 
     def close(self) -> None:

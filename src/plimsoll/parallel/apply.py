@@ -27,6 +27,7 @@ def apply(
     compute_dtype: torch.dtype,
     activation_checkpointing: str,
     compile_layers: bool,
+    trained: bool = True,
 ) -> None:
     """In place. Gradients are reduced in fp32 (float64 for float64), over every micro-batch.
 
@@ -46,4 +47,5 @@ def apply(
         if compile_layers:
             layer.compile()
         fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(policy, mesh=mesh, mp_policy=precision)
+    # Without a word from us the root keeps its gathered weights until a backward, which a frozen model never has.
+    fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=None if trained else True)

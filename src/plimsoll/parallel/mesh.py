@@ -17,6 +17,8 @@ SHARD = "shard"
 
 def ensure_process_group(device: torch.device) -> None:
     """A group of one rank, in memory: no port, no file. Leaves a group alone that a launcher has already made."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)  # the mesh and NCCL use the current device
     if not dist.is_initialized():
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)

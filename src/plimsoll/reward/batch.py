@@ -68,7 +68,9 @@ class ScoringBatch:
         """Raise RewardError as soon as it is certain that more than the allowed share fails."""
         failed = self._failed
         share = self._config.max_error_share
-        if len(failed) <= share * len(self.requests):
+        # A share of a handful says little, and dynamic sampling may ask for one prompt: one failure is borne, unless
+        # none is to be.
+        if len(failed) <= (max(1.0, share * len(self.requests)) if share > 0 else 0):
             return
         num_timeouts = sum(self._outcomes[i].status == "timeout" for i in failed)
         first = min(failed)

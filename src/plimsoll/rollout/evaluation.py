@@ -12,9 +12,6 @@ from plimsoll.types import Engine, GroupId, Prompt, SamplingParams, Scorer
 EVAL_EPOCH = (1 << 31) - 1
 """Epoch number of evaluation groups: their noise is never that of a training group."""
 
-CORRECT_SCORE = 1.0
-"""A response is correct when its score is at least this."""
-
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class EvalResult:
@@ -73,8 +70,9 @@ def evaluate(
     stop_token_ids: tuple[int, ...],
     seed: int,
     decode: Callable[[Sequence[int]], str],
+    stop: Callable[[], bool] = lambda: False,
 ) -> EvalResult:
-    """Sample every prompt `sampling.samples` times and score the responses."""
+    """Sample every prompt `sampling.samples` times and score the responses. GenerationStopped when `stop` says so."""
     params = SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -83,14 +81,14 @@ def evaluate(
         stop_token_ids=stop_token_ids,
     )
     draws = [(GroupId(epoch=EVAL_EPOCH, row=prompt.row), prompt) for prompt in prompts]
-    completions = generate(engine, requests_of(draws, sampling.samples, params, seed))
+    completions = generate(engine, requests_of(draws, sampling.samples, params, seed), stop=stop)
     by_group = dict(draws)
     scores = scorer.score(
         [score_request(by_group[sid.group], done, response_text(done, decode)) for sid, done in completions.items()]
     )
     correct = dict.fromkeys(by_group, 0)
     for score in scores:
-        correct[score.sample_id.group] += score.value is not None and score.value >= CORRECT_SCORE
+        correct[score.sample_id.group] += score.value is not None and score.value >= sampling.correct_score
     values = [score.value for score in scores if score.value is not None]
     num_samples = sampling.samples
     return EvalResult(

@@ -119,7 +119,12 @@ class NativeEngine:
         self._check(tokens, logprobs)
         stopped, full = self._slots.advance(tokens, logprobs)
         finished = [(slot, FinishReason.STOP) for slot in stopped] + [(slot, FinishReason.LENGTH) for slot in full]
-        return [self._retire(slot, reason) for slot, reason in sorted(finished)]
+        completions = [self._retire(slot, reason) for slot, reason in sorted(finished)]
+        if self.idle:
+            # Kept prompts would carry the rounding of this round's batch shapes into the next round, and a resumed run
+            # has no last round.
+            self._prefixes.clear()
+        return completions
 
     def abort(self, sample_ids: Sequence[SampleId] | None = None) -> list[Completion]:
         """Take requests back (None: all): active ones by slot, then queued ones, whose output is empty.

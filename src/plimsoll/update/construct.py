@@ -40,7 +40,14 @@ def build_reference(recipe: Recipe, plan: RunPlan, mesh: DeviceMesh) -> PackedPo
     lm = _language_model(recipe, source, dtype, torch.device(plan.device), random=recipe.model.reference is None)
     lm.requires_grad_(False)
     policy = _wrap(lm, recipe, plan)
-    apply(policy, mesh, compute_dtype=dtype, activation_checkpointing="none", compile_layers=recipe.train.compile)
+    apply(
+        policy,
+        mesh,
+        compute_dtype=dtype,
+        activation_checkpointing="none",
+        compile_layers=recipe.train.compile,
+        trained=False,
+    )
     return policy
 
 

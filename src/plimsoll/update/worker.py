@@ -12,11 +12,12 @@ rank.
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from plimsoll.advantage.expand import expand_advantage
@@ -86,6 +87,7 @@ class PolicyWorker:
         self._counters = Counters(version=0, optimizer_steps=0, skipped_nonfinite=0, skipped_empty=0)
         self._first_micro_batch = True
         self.probe_report = probe_policy(self.policy, recipe, plan, self._temperature)
+        self._release_gathered()
         if self.reference is not None:
             self.reference.set_packing(self.policy.packing)
 
@@ -135,6 +137,7 @@ class PolicyWorker:
                 assert self.reference is not None, "reference log-probs asked for without a KL coefficient"
                 logprobs, _ = self.reference(rows, temperature=self._temperature)
                 write_column(self._plane, micro.samples, "ref_logprobs", logprobs)
+        self._release_gathered()
         return StepStats(values={"logprob/tokens": float(num_tokens)})
 
     def advantages(self, batch: TrainBatch) -> StepStats:
@@ -270,6 +273,10 @@ class PolicyWorker:
         return trainer_residents(self.policy, self.optimizer, self.reference)
 
     # ── helpers ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _release_gathered(self) -> None:
+        """FSDP2's root keeps its gathered weights after a forward for the backward, which did not come here."""
+        cast("FSDPModule", self.policy).reshard()
 
     def _forwards(self, micro_batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
         """What goes through the model at once: micro-batches, or one sequence at a time where rows cannot be packed."""

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 from transformers import PreTrainedConfig
+
+from plimsoll.errors import CheckpointError
+from plimsoll.weights.tensors import TensorSpec, write_specs
 
 SHARD_BYTES = 5 * 1000**3
 """Size of one weights file at most (a larger tensor has a file of its own)."""
@@ -43,7 +45,7 @@ def write_hf_folder(
     """Write weights as `dtype`, config, tokenizer, chat template and generation config; returns the files written.
 
     `model_state`: full tensors by the names that transformers saves, a tied head left out. `architecture`: name of the
-    model's class. Tensors are cast one file at a time. The folder must exist or be creatable; files are overwritten.
+    model's class. Tensors are cast one at a time. The folder must exist or be creatable; files are overwritten.
     """
     folder.mkdir(parents=True, exist_ok=True)
     files = _write_weights(folder, model_state, dtype, shard_bytes)
@@ -52,7 +54,7 @@ def write_hf_folder(
     values.pop("_name_or_path", None)  # a path of the machine that trained
     target = folder / "config.json"
     target.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    return [*files, target, *_copy_companions(tokenizer_folder, folder)]
+    return [*files, target, *(copy_companions(tokenizer_folder, folder) if tokenizer_folder else [])]
 
 
 def _write_weights(folder: Path, state: Mapping[str, Tensor], dtype: torch.dtype, shard_bytes: int) -> list[Path]:
@@ -63,8 +65,7 @@ def _write_weights(folder: Path, state: Mapping[str, Tensor], dtype: torch.dtype
         else [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     )
     for name, keys in zip(names, shards, strict=True):
-        tensors = {key: _cast(state[key], dtype) for key in keys}
-        save_file(tensors, folder / name, metadata={"format": "pt"})
+        write_specs(folder / name, [_spec(key, state[key], dtype) for key in keys])
     files = [folder / name for name in names]
     if len(shards) > 1:
         index = {
@@ -90,19 +91,22 @@ def _cut(state: Mapping[str, Tensor], dtype: torch.dtype, shard_bytes: int) -> l
     return shards
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """On the host, contiguous; integers (buffers) stay what they are."""
+def _spec(name: str, tensor: Tensor, dtype: torch.dtype) -> TensorSpec:
+    """Cast only when its turn to be written has come; integers (buffers) stay what they are."""
     wanted = dtype if tensor.is_floating_point() else tensor.dtype
-    return tensor.detach().to("cpu", wanted).contiguous()
+    return TensorSpec(
+        name=name, dtype=wanted, shape=tuple(tensor.shape), read=lambda: tensor.detach().to("cpu").to(wanted)
+    )
 
 
 def _num_bytes(tensor: Tensor, dtype: torch.dtype) -> int:
     return tensor.numel() * (dtype.itemsize if tensor.is_floating_point() else tensor.element_size())
 
 
-def _copy_companions(source: Path | None, folder: Path) -> list[Path]:
-    if source is None or source.resolve() == folder.resolve():
-        return []
+def copy_companions(source: Path, folder: Path) -> list[Path]:
+    """Copy what goes with the weights from `source`; returns the files written. CheckpointError when it is gone."""
+    if not source.is_dir():
+        raise CheckpointError(f"the tokenizer's folder {source} is gone, and its files belong into {folder}")
     written: list[Path] = []
     for name in _COMPANIONS:
         origin, target = source / name, folder / name

@@ -16,7 +16,6 @@ def training_state(**changes: Any) -> TrainingState:
         skipped_nonfinite=2,
         skipped_empty=1,
         cursor={"epoch": 1, "position": 8, "spare": [[1, 5], [1, 2]], "lost": None, "share": 0.1},
-        data_fingerprint="f" * 64,
         plan={"steps": 40, "compute_dtype": "float32", "stop_token_ids": [2, 3]},
         rng=capture_rng("cpu"),
         libraries=library_versions(),

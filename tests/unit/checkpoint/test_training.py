@@ -9,9 +9,9 @@ from torch import Tensor
 
 from plimsoll.checkpoint.rng import restore_rng
 from plimsoll.checkpoint.store import CheckpointStore
-from plimsoll.checkpoint.tensors import write_tensors
 from plimsoll.checkpoint.training import read_training_checkpoint, write_training_checkpoint
 from plimsoll.errors import CheckpointError
+from plimsoll.weights.tensors import write_tensors
 from tests.unit.checkpoint.states import training_state
 
 

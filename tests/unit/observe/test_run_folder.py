@@ -159,7 +159,6 @@ def test_resume_takes_what_may_change_and_records_it(tmp_path: Path) -> None:
         "observe.console=plain",
         "data.eval=held_out.jsonl",
         "rollout.eval.samples=4",
-        "memory.host_memory=8GiB",
     )
     with prepare(tmp_path / "runs", resume=True) as folder:
         folder.record_recipe(given)

@@ -56,6 +56,7 @@ def make_plan(**changes: Any) -> RunPlan:
         "num_slots": 1,
         "slot_tokens": 1,
         "kv_bytes": 1,
+        "reference": None,
         "stop_token_ids": (2,),
     }
     return RunPlan(**(values | changes))

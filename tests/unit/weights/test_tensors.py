@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from plimsoll.checkpoint.tensors import TensorFiles, TensorSpec, write_specs, write_tensors
+from plimsoll.weights.tensors import TensorFiles, TensorSpec, write_specs, write_tensors
 
 
 def bits(tensor: Tensor) -> bytes:
