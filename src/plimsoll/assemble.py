@@ -141,7 +141,8 @@ def open_session(recipe: Recipe, *, objective: Objective, resume: bool, overwrit
         rows = load_rows(recipe, tokenizer, objective)
         plan = _plan(recipe, sources, tokenizer, rows, resumed)
         folder = stack.enter_context(RunFolder.prepare(run_root, recipe.name, resume=resume, overwrite=overwrite))
-        folder.check_recipe(recipe)
+        if resume:
+            folder.check_resumable(recipe)
         if resumed and resumed.state:  # before anything is written: other rows are refused here
             rows.stream.restore(CursorState.from_json(resumed.state.cursor))
         folder.record_recipe(recipe)

@@ -102,9 +102,11 @@ def _load_training(
     recipe = load_recipe(path, overrides)
     for note in check(recipe):
         _say(note)
-    check_files(recipe, path, command=command)
-    check_function(recipe.reward)
     RunFolder.check(Path(recipe.run_root), recipe.name, resume=resume, overwrite=overwrite)
+    if resume:
+        RunFolder.check_resumable(recipe)
+    check_files(recipe, path, command=command, resume=resume)
+    check_function(recipe.reward)
     _prepare_environment()
     return recipe
 

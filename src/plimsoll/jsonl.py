@@ -28,10 +28,21 @@ class JsonlWriter:
 
         Raises RunFolderError when a row is damaged that is not the last, or has no `step`.
         """
-        kept = [row for row in read_jsonl(self.path) if _step_of(row, self.path) <= last_step]
+        self._rewrite([row for row in read_jsonl(self.path) if _step_of(row, self.path) <= last_step])
+
+    def _rewrite(self, rows: Sequence[Mapping[str, Any]]) -> None:
         os.close(self._file)
-        write_atomic(self.path, b"".join(json_line(row) for row in kept))
+        write_atomic(self.path, b"".join(json_line(row) for row in rows))
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+
+    def replace_last(self, row: Mapping[str, Any]) -> None:
+        """Put `row` in the place of all rows from its `step` on, at once: a kill leaves the old row or the new one."""
+        kept = [old for old in read_jsonl(self.path) if _step_of(old, self.path) < _step_of(row, self.path)]
+        self._rewrite([*kept, row])
+
+    def flush(self) -> None:
+        """What was written survives a power cut once this returns."""
+        os.fsync(self._file)
 
     def close(self) -> None:
         """Close the file."""

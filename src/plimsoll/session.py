@@ -42,6 +42,10 @@ _ON_CONSOLE = {
 """Console's name of a metric → its key in metrics.jsonl."""
 
 
+def _on_console(values: Mapping[str, float]) -> dict[str, float]:
+    return {name: values[key] for name, key in _ON_CONSOLE.items() if key in values}
+
+
 def due(step: int, every: int | None, *, last: bool) -> bool:
     """Whether something that happens every so many steps, or at the end, happens after this one."""
     return last or (every is not None and step % every == 0)
@@ -106,15 +110,16 @@ class Session:
             return
         values = self.evaluate(guard)
         if values:
-            row = self._row(step)
-            self.metrics.truncate(step - 1)
-            self.report(step, {**{key: value for key, value in row.items() if key != "step"}, **values})
+            self.metrics.replace_last({**self._row(step), "step": step, **values, **self._times()})
+            self.console.step(step, _on_console(values))
 
     def report(self, step: int, values: Mapping[str, float]) -> None:
         """One row of metrics.jsonl, and the console."""
-        times = {f"time/{phase.value}": seconds for phase, seconds in self.memory.seconds_by_phase().items()}
-        self.metrics.write({"step": step, **values, **times})
-        self.console.step(step, {name: values[key] for name, key in _ON_CONSOLE.items() if key in values})
+        self.metrics.write({"step": step, **values, **self._times()})
+        self.console.step(step, _on_console(values))
+
+    def _times(self) -> dict[str, float]:
+        return {f"time/{phase.value}": seconds for phase, seconds in self.memory.seconds_by_phase().items()}
 
     def accuracy_at(self, step: int) -> float | None:
         """Held-out accuracy as recorded for `step`; None: it was not measured."""
@@ -135,6 +140,7 @@ class Session:
                 folder, state=state, optimizer_state=worker.optimizer_state(), write_model=self._write_model
             )
 
+        self.metrics.flush()  # a checkpoint without its rows would be worse than no checkpoint
         with guard.saving(), self.enter(Phase.SAVE):
             self.store.save(step, write, estimate_bytes=self.checkpoint_bytes())
 

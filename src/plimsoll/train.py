@@ -1,5 +1,6 @@
 """The RL loop: prompts → samples → rewards → advantages → update → next rollout."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -158,8 +159,11 @@ def _round(collector: Collector, draws: Sequence[Any]) -> Collected:
 
 
 def _next_round(missing: int, kept_share: float, wanted: int) -> int:
-    """Prompts of the next round: as many as the share of kept groups so far asks for, at most a whole batch."""
-    return wanted if kept_share == 0 else min(wanted, -int(-missing // kept_share))
+    """Prompts of the next round: a quarter more than the share of kept groups so far asks for, at most a whole batch.
+
+    A round takes as long as its longest response, so a second small one costs more than prompts that are given back.
+    """
+    return wanted if kept_share == 0 else min(wanted, math.ceil(1.25 * missing / kept_share))
 
 
 def _give_back(s: Session, groups: Sequence[Group]) -> None:

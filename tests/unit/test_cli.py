@@ -122,7 +122,7 @@ def test_a_run_folder_that_holds_anything_is_refused_before_torch(recipe: Path) 
 
 
 def test_a_missing_run_of_a_neighbour_recipe_names_the_command_that_makes_it(recipe: Path) -> None:
-    neighbour = recipe.parent / "warm_up.yaml"
+    neighbour = recipe.parent / "warm_up_sft.yaml"
     neighbour.write_text("name: warm\n")
     (recipe.parent / "broken.yaml").write_text("name: [")
     (said,) = refusals(["train", str(recipe), f"model.path={recipe.parent / 'runs' / 'warm'}"])

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from plimsoll.checkpoint.manifest import MANIFEST, why_incomplete
 from plimsoll.checkpoint.store import CheckpointStore, Skipped
-from plimsoll.config.source import read_file
-from plimsoll.errors import RecipeError, RefusedError, RunFolderError
+from plimsoll.errors import RefusedError, RunFolderError
 
 CHECKPOINTS = "checkpoints"
 """Folder of a run that holds its checkpoints."""
@@ -35,7 +34,6 @@ def locate_model(
     path: str | Path,
     *,
     setting: str = "",
-    recipe: Path | None = None,
     step: int | None = None,
     verify: bool = True,
 ) -> Located:
@@ -43,19 +41,18 @@ def locate_model(
 
     Args:
         setting: key that named the path (`model.path`), for messages.
-        recipe: file of the recipe in use; recipes beside it are searched for the one that makes a missing run.
         step: take this step of a run instead of its newest.
         verify: hash the files of a checkpoint (else: presence and size).
 
     Raises:
-        RefusedError: nothing usable is there; says what is missing and, where it is known, the command that makes it.
+        RefusedError: nothing usable is there; says what is missing.
     """
     path = Path(path)
     label = f"{setting}: {path}" if setting else str(path)
     if not path.exists():
-        raise RefusedError(f"{label} does not exist{_hint(path, recipe, resume=False)}")
+        raise RefusedError(f"{label} does not exist")
     if (path / CHECKPOINTS).is_dir():
-        return _in_run(path, label, step, recipe, verify)
+        return _in_run(path, label, step, verify)
     if (path / MANIFEST).is_file() or _STEP_NAME.fullmatch(path.name):
         return _in_checkpoint(path, label, step, verify)
     if step is not None:
@@ -64,11 +61,10 @@ def locate_model(
         return Located(model=path, checkpoint=None, step=None)
     raise RefusedError(
         f"{label} is neither a Hugging Face folder (config.json is missing) nor a run ({CHECKPOINTS}/ is missing)"
-        + _hint(path, recipe, resume=True)
     )
 
 
-def _in_run(run: Path, label: str, step: int | None, recipe: Path | None, verify: bool) -> Located:
+def _in_run(run: Path, label: str, step: int | None, verify: bool) -> Located:
     store = CheckpointStore(run / CHECKPOINTS, keep=None)
     if step is not None:
         if not store.path_of(step).is_dir():
@@ -79,7 +75,7 @@ def _in_run(run: Path, label: str, step: int | None, recipe: Path | None, verify
         found = store.newest(verify)
     except RunFolderError as error:
         first, *others = error.causes
-        raise RefusedError([f"{label}: {first}{_hint(run, recipe, resume=True)}", *others]) from error
+        raise RefusedError([f"{label}: {first}", *others]) from error
     return Located(
         model=_model_of(found.path),
         checkpoint=found.path,
@@ -106,22 +102,3 @@ def _model_of(checkpoint: Path) -> Path:
     if not (model / "config.json").is_file():
         raise RefusedError(f"{checkpoint} holds no model: {MODEL}/config.json is missing")
     return model
-
-
-def _hint(path: Path, recipe: Path | None, *, resume: bool) -> str:
-    """The command that makes the run `path`, if a recipe beside `recipe` has its name."""
-    if recipe is None:
-        return ""
-    for candidate in sorted([*recipe.parent.glob("*.yaml"), *recipe.parent.glob("*.yml")]):
-        if candidate.resolve() != recipe.resolve() and _name_in(candidate) == path.name:
-            # The recipe itself does not say which command it is for; the name of the file does.
-            command = "sft" if "sft" in re.split(r"[^a-z0-9]+", candidate.stem.lower()) else "train"
-            return f"; make it with: plimsoll {command} {candidate}{' --resume' if resume else ''}"
-    return ""
-
-
-def _name_in(recipe: Path) -> object:
-    try:
-        return read_file(recipe).get("name")
-    except RecipeError:
-        return None  # a broken neighbour is not what the user asked about

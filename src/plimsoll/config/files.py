@@ -1,5 +1,6 @@
 """Do the files that a recipe names exist? Asked before anything heavy is imported."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,12 +9,14 @@ from plimsoll.config.source import read_file
 from plimsoll.errors import RecipeError
 
 
-def check_files(recipe: Recipe, recipe_file: Path, *, command: str = "train") -> None:
+def check_files(recipe: Recipe, recipe_file: Path, *, command: str = "train", resume: bool = False) -> None:
     """RecipeError names every key whose file or folder is missing. `recipe_file`: the recipe as the user named it, so
-    that a missing run can be answered with the command that makes it. `command`: train, sft or eval."""
+    that a missing run can be answered with the command that makes it. `command`: train, sft or eval. `resume`: weights
+    and tokenizer come from the run itself."""
     causes = [*_sources(recipe, command)]
-    if command != "eval":
+    if command != "eval" and not resume:
         causes += _models(recipe, recipe_file, command)
+        causes += _own_folder(recipe)
     if causes:
         raise RecipeError(causes)
 
@@ -36,6 +39,23 @@ def _models(recipe: Recipe, recipe_file: Path, command: str) -> Iterator[str]:
         )
 
 
+def _own_folder(recipe: Recipe) -> Iterator[str]:
+    """A new run may not begin with what lies in its own folder: --overwrite would delete it first."""
+    run = (Path(recipe.run_root) / recipe.name).resolve()
+    model, data = recipe.model, recipe.data
+    named = {
+        "model.path": model.path,
+        "model.config": model.config,
+        "model.tokenizer": model.tokenizer,
+        "model.reference": model.reference,
+        "data.train": data.train,
+        "data.eval": data.eval,
+    }
+    for key, value in named.items():
+        if value is not None and Path(value).resolve().is_relative_to(run):
+            yield f"`{key}={value}` lies in the folder of this very run, {run.name}; give the run another `name`"
+
+
 def _holds_config(path: Path) -> bool:
     return path.is_file() or (path / "config.json").is_file()
 
@@ -45,8 +65,13 @@ def _how_to_make(recipe: Recipe, path: str, recipe_file: Path) -> str:
     if Path(path).parent == Path(recipe.run_root):
         for other in sorted(recipe_file.parent.glob("*.yaml")):
             if other != recipe_file and _name_of(other) == Path(path).name:
-                return f"it is the run of {other}: make it with `plimsoll sft {other}`"
+                return f"it is the run of {other}: make it with `plimsoll {_command_of(other)} {other}`"
     return "name a Hugging Face folder, or the folder of a run, in `model.path`"
+
+
+def _command_of(recipe_file: Path) -> str:
+    """A recipe does not say which command it is for; the name of its file does."""
+    return "sft" if "sft" in re.split(r"[^a-z0-9]+", recipe_file.stem.lower()) else "train"
 
 
 def _name_of(recipe_file: Path) -> str | None:

@@ -100,20 +100,21 @@ class RunFolder:
             raise
         return folder
 
-    def check_recipe(self, recipe: Recipe) -> None:
-        """On resume: raise RunFolderError unless the recipe goes on with the same run. Nothing is written."""
-        if self.resumed:
-            causes = changed_keys(read_recipe(self.recipe), recipe)
-            if causes:
-                advice = (
-                    f"Leave these as they were, or start a new run from this one's weights: name=OTHER "
-                    f"model.path={self.path}"
-                )
-                raise RunFolderError([f"{self.path} cannot be resumed: {cause}" for cause in causes] + [advice])
+    @staticmethod
+    def check_resumable(recipe: Recipe) -> None:
+        """RunFolderError unless the recipe goes on with the run that is in its folder. Touches nothing."""
+        path = Path(recipe.run_root) / recipe.name
+        causes = changed_keys(read_recipe(path / _RECIPE), recipe)
+        if causes:
+            advice = (
+                f"Leave these as they were, or start a new run from this one's weights: name=OTHER model.path={path}"
+            )
+            raise RunFolderError([f"{path} cannot be resumed: {cause}" for cause in causes] + [advice])
 
     def record_recipe(self, recipe: Recipe) -> None:
-        """Write recipe.json, checked by `check_recipe`."""
-        self.check_recipe(recipe)
+        """Write recipe.json; on resume checked again, now that no other process can change the folder."""
+        if self.resumed:
+            self.check_resumable(recipe)
         write_json(self.recipe, recipe.model_dump(mode="json"))
 
     def close(self) -> None:

@@ -4,11 +4,12 @@ that the driver may do other work between `start` and `result`."""
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from plimsoll.plane.columns import put_sample
 from plimsoll.plane.local import LocalPlane
-from plimsoll.rollout.generate import GenerationStopped, generate
+from plimsoll.rollout.generate import generate
 from plimsoll.types import (
     Completion,
     DataRef,
@@ -27,6 +28,9 @@ from plimsoll.types import (
 )
 
 Draw = tuple[GroupId, Prompt]
+
+CLOSE_SECONDS = 5.0
+"""How long `close` waits for a running round."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -96,42 +100,29 @@ class Collector:
         self._plane = plane
         self._decode = decode
         self._settings = settings
-        self._thread: threading.Thread | None = None
+        # One thread for all rounds: a GPU library keeps handles and caches for each thread that ever called it.
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="collector")
         self._stopping = threading.Event()
-        self._collected: Collected | None = None
-        self._error: BaseException | None = None
+        self._round: Future[Collected] | None = None
 
     def start(self, draws: Sequence[Draw]) -> None:
         """Begin a round; the engine already has the weights it shall sample with."""
-        assert self._thread is None, "a round is running"
-        self._collected, self._error = None, None
-        self._thread = threading.Thread(target=self._run, args=(tuple(draws),), name="collector", daemon=True)
-        self._thread.start()
+        assert self._round is None, "a round is running"
+        self._round = self._executor.submit(self._collect, tuple(draws))
 
     def result(self) -> Collected:
         """Wait for the round. Raises what the scorer or the engine raised."""
-        assert self._thread is not None, "no round was started"
-        self._thread.join()
-        self._thread = None
-        if self._error is not None:
-            raise self._error
-        assert self._collected is not None
-        return self._collected
+        assert self._round is not None, "no round was started"
+        round_, self._round = self._round, None
+        return round_.result()
 
     def close(self) -> None:
         """End a running round: the engine is emptied at its next step, a call of the scorer at its own limit."""
         self._stopping.set()
-        if self._thread is not None:
-            self._thread.join(timeout=5.0)
-            self._thread = None
-
-    def _run(self, draws: tuple[Draw, ...]) -> None:
-        try:
-            self._collected = self._collect(draws)
-        except GenerationStopped:
-            pass  # close() was called; nobody waits for the result
-        except BaseException as error:
-            self._error = error
+        if self._round is not None:
+            wait([self._round], timeout=CLOSE_SECONDS)
+            self._round = None
+        self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _collect(self, draws: tuple[Draw, ...]) -> Collected:
         settings = self._settings

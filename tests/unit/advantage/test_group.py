@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 
-from plimsoll.advantage import ESTIMATORS
 from plimsoll.advantage.group import EPSILON, GroupAdvantages, SignalKind, group_advantages
 from plimsoll.types import Group, GroupId, SampleId
 from tests.unit.advantage.samples import group, group_of, rewards_of
@@ -104,10 +103,6 @@ def test_a_sample_listed_twice_is_our_own_mistake() -> None:
     twice = group(0, [1.0, 0.0])
     with pytest.raises(AssertionError, match="0:0 holds a sample twice"):
         advantages([twice, twice])
-
-
-def test_table_of_estimators_has_the_group_one() -> None:
-    assert ESTIMATORS["group"] is group_advantages
 
 
 def test_grouping_and_filtering_import_no_torch() -> None:

@@ -27,19 +27,6 @@ def refused(path: Path, **options: object) -> str:
     return str(error.value)
 
 
-@pytest.fixture
-def recipes(tmp_path: Path) -> Path:
-    """Recipes beside each other; returns the one in use."""
-    folder = tmp_path / "recipes"
-    folder.mkdir()
-    (folder / "a_broken.yaml").write_text("name: [warm\n")
-    (folder / "b_list.yaml").write_text("- warm\n")
-    (folder / "quick_sft.yaml").write_text("name: warm\ntrain: {steps: 2}\n")
-    (folder / "first.yaml").write_text("name: earlier\n")
-    (folder / "quick.yaml").write_text("name: main\nmodel: {path: runs/warm}\n")
-    return folder / "quick.yaml"
-
-
 def test_a_hugging_face_folder_is_itself(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
 
@@ -99,25 +86,3 @@ def test_a_folder_that_is_neither_says_what_each_would_need(tmp_path: Path) -> N
     assert "config.json is missing" in message
     assert "checkpoints/ is missing" in message
     assert "has no checkpoints/ to take step 4 from" in refused(tmp_path, step=4)
-
-
-def test_a_missing_run_names_the_command_that_makes_it(tmp_path: Path, recipes: Path) -> None:
-    sft = recipes.with_name("quick_sft.yaml")
-    first = recipes.with_name("first.yaml")
-
-    message = refused(tmp_path / "runs" / "warm", setting="model.path", recipe=recipes)
-    assert message == f"model.path: {tmp_path}/runs/warm does not exist; make it with: plimsoll sft {sft}"
-    assert refused(tmp_path / "runs" / "earlier", recipe=recipes).endswith(f"plimsoll train {first}")
-    assert refused(tmp_path / "runs" / "main", recipe=recipes).endswith("does not exist")
-    assert refused(tmp_path / "runs" / "unknown", recipe=recipes).endswith("does not exist")
-
-
-@pytest.mark.parametrize("inside", ["checkpoints", "rollouts"])
-def test_a_run_without_a_complete_checkpoint_names_the_command_that_finishes_it(
-    tmp_path: Path, recipes: Path, inside: str
-) -> None:
-    (tmp_path / "runs" / "warm" / inside).mkdir(parents=True)
-
-    message = refused(tmp_path / "runs" / "warm", recipe=recipes)
-
-    assert message.endswith(f"plimsoll sft {recipes.with_name('quick_sft.yaml')} --resume")

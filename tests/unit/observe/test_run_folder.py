@@ -26,7 +26,7 @@ rollout: {kv_memory: 1GiB}
 def recipe(tmp_path: Path, *overrides: str) -> Recipe:
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE)
-    return load_recipe(path, overrides)
+    return load_recipe(path, [f"run_root={tmp_path / 'runs'}", *overrides])
 
 
 def prepare(root: Path, *, resume: bool = False, overwrite: bool = False) -> RunFolder:

@@ -53,13 +53,13 @@ def test_one_wait_for_the_device_a_step(family: str):
     engine = _engine(family, "cuda", num_slots=12)
     engine.add(_asked(4, max_tokens=8))
     engine.step()  # admission and warm-up
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")  # switching the mode on warns too: it is a prototype
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
             for _ in range(5):
                 engine.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    waits = [str(w.message) for w in seen if "synchroniz" in str(w.message)]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    waits = [str(w.message) for w in seen if "synchronizing CUDA operation" in str(w.message)]
     assert len(waits) == 5
