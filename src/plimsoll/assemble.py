@@ -26,6 +26,7 @@ from plimsoll.data.dataset import Dataset
 from plimsoll.data.load import load_dataset
 from plimsoll.data.order import CursorState, PromptStream
 from plimsoll.data.tokenizer import load_tokenizer
+from plimsoll.errors import RefusedError
 from plimsoll.generation import Generation
 from plimsoll.jsonl import write_json
 from plimsoll.memory.device import device_reader
@@ -41,9 +42,12 @@ from plimsoll.parallel.mesh import close_process_group
 from plimsoll.plane.local import LocalPlane
 from plimsoll.resolve import Resumed, Sources, find_resumed, resolve_sources
 from plimsoll.reward.pool import ScoringPool
+from plimsoll.reward.resolve import function_kind
+from plimsoll.reward.signature import Kind
 from plimsoll.session import Session
 from plimsoll.sizing import (
     DataSizes,
+    budget_note,
     check_ids,
     check_resumed,
     clip_intervals,
@@ -71,14 +75,21 @@ class Rows:
     largest_id: int  # of prompts and targets
 
 
+def data_needs_no_answer(recipe: Recipe) -> bool:
+    """Whether the reward function has TRL's signature."""
+    return function_kind(recipe.reward) is Kind.TRL
+
+
 def load_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, objective: Objective) -> Rows:
     """Training and held-out rows. DataError or RecipeError when they cannot be used."""
     data = recipe.data
-    need = "answer" if objective == "policy" else "response"
+    # TRL's functions take whatever columns they name; the other signatures are about an answer.
+    scored_by = "prompt" if data_needs_no_answer(recipe) else "answer"
+    need = scored_by if objective == "policy" else "response"
     train = load_dataset(data.train, data, tokenizer, split="train", seed=recipe.seed, need=need)
     held_out = None
     if data.eval is not None:
-        held_out = load_dataset(data.eval, data, tokenizer, split="eval", seed=recipe.seed, need="answer")
+        held_out = load_dataset(data.eval, data, tokenizer, split="eval", seed=recipe.seed, need=scored_by)
     prompt_lengths = [len(prompt.token_ids) for prompt in train.prompts]
     responses: dict[int, tuple[int, ...]] = {}
     longest_sequence = max(prompt_lengths) + recipe.rollout.max_response_tokens
@@ -113,6 +124,10 @@ def _plan(
         update = {"steps": steps, "optimizer_steps": optimizer_steps(recipe, steps)}
         plan = resumed.plan.model_copy(update=update)
         check_resumed(recipe, plan, rows.sizes)
+        if resumed.state and resumed.state.step > steps:
+            raise RefusedError(
+                f"train.steps={steps}: the run has done {resumed.state.step} steps already; set train.steps to more"
+            )
     check_ids(int(config.get_text_config().vocab_size), rows.largest_id, plan.stop_token_ids)
     return plan
 
@@ -217,8 +232,9 @@ class _Opening:
         if state:
             restore_rng(state.rng, plan.device)
         intervals = clip_intervals(recipe, steps=plan.steps)
-        for note in intervals.notes:
-            self.console.note(note)
+        for note in (*intervals.notes, budget_note(plan, self.rows.sizes.longest_sequence)):
+            if note:
+                self.console.note(note)
         session = Session(
             recipe=recipe,
             plan=plan,

@@ -106,7 +106,8 @@ def _load_training(
     if resume:
         RunFolder.check_resumable(recipe)
     check_files(recipe, path, command=command, resume=resume)
-    check_function(recipe.reward)
+    if command == "train" or recipe.data.eval is not None:
+        check_function(recipe.reward)
     _prepare_environment()
     return recipe
 

@@ -4,24 +4,19 @@ from collections.abc import Sequence
 
 from plimsoll.advantage.keep import DropCounts
 from plimsoll.rollout.collector import Collected
-from plimsoll.types import FinishReason, Group
+from plimsoll.types import FinishReason, Group, Sample
 
 
 def rollout_metrics(groups: Sequence[Group], rounds: Sequence[Collected], no_signal: DropCounts) -> dict[str, float]:
     """Metrics of the groups that are trained on; counts marked `rollout/` are over every round."""
     samples = [sample for group in groups for sample in group.samples]
-    rewards = [sample.reward for sample in samples if sample.reward is not None]
-    scores = [sample.score.value for sample in samples if sample.score.value is not None]
     lengths = [sample.response_length for sample in samples]
     sampled = [sample for r in rounds for group in r.groups for sample in group.samples]
     seconds = sum(r.generate_seconds for r in rounds)
     num_tokens = sum(r.num_tokens for r in rounds)
     statuses = [sample.score.status for sample in sampled]
     return {
-        "reward/mean": _mean(rewards),
-        "reward/max": max(rewards, default=0.0),
-        "reward/min": min(rewards, default=0.0),
-        "reward/score_mean": _mean(scores),  # before overlong shaping
+        **_reward_metrics(samples),
         "reward/unscored": float(statuses.count("unscored")),
         "reward/timeouts": float(statuses.count("timeout")),
         "reward/errors": float(statuses.count("error")),
@@ -36,6 +31,25 @@ def rollout_metrics(groups: Sequence[Group], rounds: Sequence[Collected], no_sig
         "time/generate": seconds,
         "time/reward": sum(r.score_seconds for r in rounds),
         "speed/tokens_per_second": num_tokens / seconds if seconds > 0 else 0.0,
+    }
+
+
+def _reward_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Nothing when no response was scored: a mean of nothing is not 0."""
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    if not rewards:
+        return {}
+    scores = [sample.score.value for sample in samples if sample.score.value is not None]
+    parts: dict[str, list[float]] = {}
+    for sample in samples:
+        for name, value in sample.score.parts.items():
+            parts.setdefault(name, []).append(value)
+    return {
+        "reward/mean": _mean(rewards),
+        "reward/max": max(rewards),
+        "reward/min": min(rewards),
+        "reward/score_mean": _mean(scores),  # before overlong shaping
+        **{f"reward/part/{name}": _mean(values) for name, values in parts.items()},
     }
 
 

@@ -10,9 +10,10 @@ from plimsoll.checkpoint.store import CheckpointStore
 from plimsoll.checkpoint.training import MODEL
 from plimsoll.config.derived import RunPlan
 from plimsoll.config.recipe import Recipe
-from plimsoll.errors import RefusedError
+from plimsoll.errors import CheckpointError, RefusedError
 from plimsoll.observe.console import Console
 from plimsoll.observe.run_folder import PLAN, TOKENIZER
+from plimsoll.weights.tensors import check_whole
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -65,6 +66,7 @@ def resolve_sources(recipe: Recipe, run: Path, resumed: Resumed | None) -> Sourc
     else:
         assert model.path is not None, "checked with the recipe"
         config = locate_model(model.path, setting="model.path").model
+        _check_weights(config, "model.path")
         update["path"] = str(config)
     tokenizer = Path(model.tokenizer) if model.tokenizer else config if config.is_dir() else config.parent
     if resumed and (run / TOKENIZER).is_dir():
@@ -87,4 +89,15 @@ def _reference(recipe: Recipe, resumed: Resumed | None) -> str | None:
             )
         return resumed.plan.reference
     setting = "model.reference" if recipe.model.reference else "model.path"
-    return str(locate_model(named, setting=setting).model)
+    folder = locate_model(named, setting=setting).model
+    _check_weights(folder, setting)
+    return str(folder)
+
+
+def _check_weights(folder: Path, setting: str) -> None:
+    """Broken files are refused here, before the run folder is touched."""
+    try:
+        for path in sorted(folder.glob("*.safetensors")):
+            check_whole(path)
+    except CheckpointError as error:
+        raise RefusedError(f"{setting}: {error}") from error

@@ -1,6 +1,6 @@
 """What a run holds while it runs, and what both loops do with it: phases, evaluation, rows of metrics, checkpoints."""
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ from plimsoll.observe.run_folder import RunFolder
 from plimsoll.plane.local import LocalPlane
 from plimsoll.rollout.generate import GenerationStopped
 from plimsoll.sizing import Intervals
+from plimsoll.types import Group
 from plimsoll.update.worker import PolicyWorker
 from plimsoll.weights.export import write_hf_folder
 
@@ -69,6 +70,7 @@ class Session:
     generation: Generation | None  # None: SFT without evaluation
     intervals: Intervals
     responses: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])  # SFT targets by row
+    failure_noted: bool = False
     start_step: int = 0  # finished steps; more than 0 after a resume
 
     @contextmanager
@@ -128,6 +130,22 @@ class Session:
     def _row(self, step: int) -> dict[str, Any]:
         rows = {row["step"]: row for row in read_jsonl(self.folder.metrics)}
         return rows.get(step, {})
+
+    def note_failures(self, groups: Sequence[Group]) -> None:
+        """Say once how the reward function fails, and when a step has no score at all."""
+        samples = [sample for group in groups for sample in group.samples]
+        failed = next((sample for sample in samples if sample.score.status in ("error", "timeout")), None)
+        if failed is not None and not self.failure_noted:
+            self.failure_noted = True
+            self.console.note(
+                f"reward.function failed for sample {failed.id} (more are only counted):\n{failed.score.detail}"
+            )
+        if samples and all(sample.reward is None for sample in samples):
+            self.console.note("no response of this step was scored, so it trains nothing: look at reward.function")
+
+    def note_saved(self, step: int) -> None:
+        """What an interrupted run leaves."""
+        self.console.note(f"saved {self.store.path_of(step)}; go on with --resume")
 
     def save(self, step: int, guard: InterruptGuard) -> None:
         """Publish the checkpoint of `step`; one that is there and complete stays."""

@@ -55,6 +55,7 @@ def _train(session: Session, guard: InterruptGuard) -> SftSummary:
         if due(step, session.intervals.checkpoint_every, last=last) or guard.requested:
             session.save(step, guard)
         if guard.requested and not (last and (accuracy or not evaluate)):
+            session.note_saved(step)
             guard.stop()
     return SftSummary(loss=loss, steps=plan.steps, run=str(session.folder.path))
 

@@ -1,7 +1,5 @@
 """From recipe, data and machine to the numbers of plan.json."""
 
-import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,7 +64,7 @@ def derive_plan(
         steps=steps,
         optimizer_steps=optimizer_steps(recipe, steps),
         device=device,
-        threads=train.threads or usable_cores(),
+        threads=train.threads or torch.get_num_threads(),
         compute_dtype=compute_dtype,
         packing=packing,
         activation_checkpointing=checkpointing,
@@ -125,6 +123,16 @@ class Intervals:
     notes: tuple[str, ...]
 
 
+def budget_note(plan: RunPlan, longest_sequence: int) -> str | None:
+    """What to say when the budget is below what a micro-batch must hold."""
+    if longest_sequence <= plan.token_budget:
+        return None
+    return (
+        f"`train.token_budget={plan.token_budget}` is below the longest sequence ({longest_sequence} tokens): a longer "
+        "sequence is a micro-batch of its own"
+    )
+
+
 def clip_intervals(recipe: Recipe, *, steps: int) -> Intervals:
     """Intervals longer than the run are cut to it, so that every recipe also runs with `train.steps=2`."""
     notes: list[str] = []
@@ -161,13 +169,6 @@ def stop_ids(recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrainedToke
             "(to [] if every response shall run to rollout.max_response_tokens)"
         )
     return tuple(sorted(found))
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def free_memory(recipe: Recipe, device: str) -> int:

@@ -1,5 +1,6 @@
 """The RL loop: prompts → samples → rewards → advantages → update → next rollout."""
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from plimsoll.rollout.collector import Collected, Collector
 from plimsoll.session import Session, due
 from plimsoll.types import Group
 from plimsoll.update.worker import PolicyWorker
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -90,6 +93,7 @@ def train(s: Session, guard: InterruptGuard) -> None:
         s.sync()
         last, evaluate = step == plan.steps, s.evaluation_due(step)
         accuracy = s.evaluate(guard) if evaluate else {}
+        s.note_failures(filled.groups)
         # The row comes before the checkpoint: a run resumed from step N must find the rows up to N.
         s.rollouts.write(step, filled.groups)
         s.report(
@@ -104,6 +108,7 @@ def train(s: Session, guard: InterruptGuard) -> None:
         if due(step, s.intervals.checkpoint_every, last=last) or guard.requested:
             s.save(step, guard)
         if guard.requested and not (last and (accuracy or not evaluate)):
+            s.note_saved(step)
             guard.stop()
 
 
@@ -144,10 +149,10 @@ def fill(s: Session, step: int) -> Filled:
             _give_back(s, kept)
             raise SamplingError(
                 f"step {step}: {len(kept)} of {wanted} groups with a signal after {most} rounds of generation "
-                f"(algorithm.dynamic_max_rounds); without signal: {no_signal.describe()}. Give it other problems, "
-                "raise algorithm.dynamic_max_rounds or rollout.samples_per_prompt, or set "
-                "algorithm.dynamic_sampling=false"
+                f"(algorithm.dynamic_max_rounds); without signal: {no_signal.describe()}. Mostly "
+                f"{no_signal.advice()}; or raise algorithm.dynamic_max_rounds, or set algorithm.dynamic_sampling=false"
             )
+        logger.info("step %d: %d of %d groups after round %d", step, len(kept), wanted, len(rounds))
         draws = s.stream.draw(_next_round(wanted - len(kept), len(kept) / sum(len(r.groups) for r in rounds), wanted))
     _give_back(s, kept[wanted:])
     return Filled(groups=tuple(kept[:wanted]), rounds=tuple(rounds), no_signal=no_signal)

@@ -11,6 +11,10 @@ from plimsoll.memory.phases import Phase
 from tests.e2e.small import ROOT, Small, metrics, rollouts
 
 
+def _placeholder(match: re.Match[str]) -> str:
+    return match[1] + ("K" if match[1] == "pass_at_" else "NAME")
+
+
 def documented(section: str) -> set[str]:
     """Names in the first column of the section's table."""
     text = (ROOT / "docs" / "run-folder.md").read_text(encoding="utf-8")
@@ -25,17 +29,22 @@ def runs(tmp_path_factory: pytest.TempPathFactory, model: Path) -> list[Path]:
     small = Small(tmp_path_factory.mktemp("runs"), model)
     sampled = ["rollout.eval.samples=4", "rollout.eval.temperature=1", "checkpoint.every=1"]
     kl = ["algorithm.kl_coefficient=0.1", "algorithm.kl_in=reward", "algorithm.kl_estimator=k1"]
+    parts = small.folder / "parts.py"
+    parts.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return {'score': 1.0, 'x': 2.0}\n"
+    )
     return [
         small.sft("name=sft"),
         small.train("name=kl", "algorithm.kl_coefficient=0.1", *sampled),
         small.train("name=reward", *kl, "train.epochs_per_rollout=2"),
+        small.train("name=parts", f"reward.function={parts}:compute_score", "train.steps=1"),
     ]
 
 
 def test_metrics(runs: list[Path]) -> None:
     written = {key for run in runs for row in metrics(run) for key in row}
     phases = {f"time/{phase}" for phase in Phase}
-    general = {"time/PHASE" if key in phases else re.sub(r"pass_at_\d+$", "pass_at_K", key) for key in written}
+    general = {"time/PHASE" if key in phases else re.sub(r"(pass_at_|part/)\w+$", _placeholder, key) for key in written}
     assert general == documented("metrics.jsonl")
 
 

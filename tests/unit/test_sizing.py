@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import PreTrainedTokenizerBase, Qwen2Config
 
 from plimsoll.config.derived import RunPlan
@@ -17,7 +18,6 @@ from plimsoll.sizing import (
     derive_plan,
     free_memory,
     stop_ids,
-    usable_cores,
 )
 from tests.unit.config.recipes import MINIMAL, load
 
@@ -138,7 +138,7 @@ def test_steps_come_from_the_recipe_or_from_epochs_over_the_data(
 def test_auto_settings_on_a_cpu(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     found = plan(tmp_path, tokenizer)
     assert (found.device, found.compute_dtype, found.packing) == ("cpu", "float32", "padded")
-    assert (found.activation_checkpointing, found.threads) == ("none", usable_cores())
+    assert (found.activation_checkpointing, found.threads) == ("none", torch.get_num_threads())
     wide = plan(tmp_path, tokenizer, "model.dtype=float64")
     assert wide.compute_dtype == "float64"
     assert wide.kv_bytes / wide.num_slots == 2 * found.kv_bytes / found.num_slots

@@ -39,6 +39,18 @@ class DropCounts:
         """Groups, all reasons together."""
         return sum(self.by_reason.values())
 
+    def advice(self) -> str:
+        """What to change, by the most frequent reason."""
+        most = max(self.by_reason, key=lambda reason: self.by_reason[reason], default=DropReason.ALL_WRONG)
+        return {
+            DropReason.TOO_LONG: "responses hit rollout.max_response_tokens: raise it",
+            DropReason.ALL_CORRECT: "the problems are too easy: take others, or raise rollout.samples_per_prompt",
+            DropReason.ALL_WRONG: "the problems are too hard, or reward.function never pays: look at RUN/rollouts, "
+            "warm the model up, or raise rollout.samples_per_prompt",
+            DropReason.ERRORS: "reward.function fails: look at reward.timeout and at its traceback",
+            DropReason.UNSCORED: "reward.function says None: it should score these responses",
+        }.get(most, "raise rollout.samples_per_prompt")
+
     def describe(self) -> str:
         """For people: "all-correct 12 groups, errors 1 group"; most frequent first."""
         ranked = sorted(self.by_reason.items(), key=lambda item: (-item[1], item[0]))

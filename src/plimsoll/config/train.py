@@ -52,5 +52,5 @@ class TrainConfig(Section):
     eval_at_ends: bool = True
     """Evaluate before the first step and after the last (needs `data.eval`)."""
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads of torch. Default: the cores this process may use. Results on a CPU are bit-equal for equal
-    threads."""
+    """CPU threads of torch. Default: what torch takes (the cores, or OMP_NUM_THREADS). Equal threads give equal bits on
+    a CPU."""

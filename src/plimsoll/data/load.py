@@ -51,7 +51,8 @@ def load_dataset(
         split: `train` must fill a batch of `data.prompts_per_step` unless `data.drop_last` is off; `eval` reads at most
             `data.max_eval_rows` rows and need not fill anything.
         seed: of a generator's training problems; files and held-out problems do not depend on it.
-        need: `answer` for rewards, `response` for SFT (a row without it uses its answer).
+        need: `answer` for rewards, `response` for SFT (a row without it uses its answer), `prompt` when a row may do
+            without either.
 
     Raises:
         DataError: naming rows and reasons, or counts and the key to change.

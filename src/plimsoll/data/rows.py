@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 
 from plimsoll.config.data import DataConfig
 
-Need = Literal["answer", "response"]
+Need = Literal["answer", "response", "prompt"]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -55,7 +55,7 @@ def parse_row(row: int, where: str, columns: Mapping[str, Any], config: DataConf
     response = None
     if need == "response":
         response = _response(columns, config, answer)
-    elif answer is None:
+    elif answer is None and need == "answer":
         raise RowError(f"{config.answer_key} is null" if config.answer_key in columns else f"no {config.answer_key}")
     source = columns.get("data_source")
     used = {config.prompt_key, config.answer_key, config.response_key, "data_source", *RESERVED}

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
@@ -50,7 +51,7 @@ def load_pretrained(folder: Path, dtype: torch.dtype, device: torch.device) -> P
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, output_loading_info=True, local_files_only=True, ignore_mismatched_sizes=True
         )
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise RefusedError(f"model.path: the weights in {folder} cannot be read: {error}") from error
     lm, info = cast("tuple[PreTrainedModel, Mapping[str, Any]]", loaded)
     causes: list[str] = []

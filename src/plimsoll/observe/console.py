@@ -36,6 +36,7 @@ class Console:
         self._live: Live | None = None
         self._display = _Display(title="", total=0, first=0)
         self._said: set[str] = set()
+        self._printed = False  # whether the last step has a line that stays
 
     def start(self, total_steps: int, title: str, *, first_step: int = 0) -> None:
         """Begin to show a run of `total_steps` that has `first_step` steps behind it (resume)."""
@@ -64,7 +65,8 @@ class Console:
         """Step `step` (counted from 1) is done. None as a value is shown as a dash."""
         self._display.finish_step(step, values)
         # The display forgets; a line stays. On a terminal that is worth it for an evaluation only.
-        if self.mode == "plain" or (self.mode == "rich" and "accuracy" in values):
+        self._printed = self.mode == "plain" or (self.mode == "rich" and "accuracy" in values)
+        if self._printed:
             self._print_step()
 
     def note(self, text: str) -> None:
@@ -83,7 +85,7 @@ class Console:
 
     def close(self) -> None:
         """Take the display away, leaving the line of the last step; calling it again does nothing."""
-        if self._end_live() and self._display.done > self._display.first:
+        if self._end_live() and self._display.done > self._display.first and not self._printed:
             self._print_step()
 
     def __enter__(self) -> "Console":

@@ -67,6 +67,7 @@ def _row(step: int, group: Group, sample: Sample) -> dict[str, Any]:
         "answer": group.prompt.answer,
         "reward": sample.reward,
         "score": sample.score.value,
+        "score_parts": dict(sample.score.parts),
         "score_status": sample.score.status,
         "score_detail": sample.score.detail,
         "prompt_length": sample.prompt_length,

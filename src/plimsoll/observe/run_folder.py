@@ -109,6 +109,8 @@ class RunFolder:
             advice = (
                 f"Leave these as they were, or start a new run from this one's weights: name=OTHER model.path={path}"
             )
+            if not any((path / "checkpoints").glob("step_*")):
+                advice = "It has no checkpoint to go on from: leave these as they were, or start again with --overwrite"
             raise RunFolderError([f"{path} cannot be resumed: {cause}" for cause in causes] + [advice])
 
     def record_recipe(self, recipe: Recipe) -> None:

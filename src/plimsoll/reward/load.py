@@ -60,6 +60,8 @@ def _import(spec: str, where: str) -> ModuleType:
         return _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
     except (Exception, SystemExit) as error:
         last_line = traceback.format_exception_only(error)[-1].strip()
+        if isinstance(error, SyntaxError):
+            last_line = f"{error.filename}, line {error.lineno}: {last_line}: {(error.text or '').strip()}"
         raise RecipeError(f"reward.function: {spec}: importing {where} failed: {last_line}") from error
 
 

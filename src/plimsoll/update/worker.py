@@ -301,6 +301,9 @@ class PolicyWorker:
 
     def _check_first_ratio(self, micro: MicroBatch, found: PolicyObjective) -> None:
         """In every run: engine and trainer must agree about samples of the very policy that is being updated."""
+        rollout = self._recipe.rollout
+        if rollout.top_p < 1 or rollout.top_k > 0:
+            return  # the engine's are those of the truncated distribution
         if any(sample.version != self.version for sample in micro.samples):
             return
         difference = found.mismatch.metrics()["mismatch/logprob_diff_mean"]

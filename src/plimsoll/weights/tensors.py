@@ -15,6 +15,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from plimsoll.errors import CheckpointError
+
 _DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -114,6 +116,21 @@ class TensorFiles(Mapping[str, Tensor]):
             shape=tuple(part.get_shape()),
             read=lambda: self[name],
         )
+
+
+def check_whole(path: Path) -> None:
+    """Raise CheckpointError when the file is not as long as its header says: a download that broke off, say."""
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header: Any = json.loads(file.read(length)) if 8 + length <= size else {}
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is not a safetensors file ({error})") from error
+    whole = 8 + length + max(ends, default=0)
+    if size != whole:
+        raise CheckpointError(f"{path} has {size} bytes, and its header speaks of {whole}: it is cut off or damaged")
 
 
 def _write_bytes(file: BinaryIO, spec: TensorSpec) -> None:

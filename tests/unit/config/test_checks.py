@@ -81,6 +81,14 @@ def test_a_batch_that_does_not_divide_over_the_ranks(tmp_path: Path, prompts: in
 more = ["cluster.backend=ray"]  # something else to be refused, so that the list of causes is never empty
 
 
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_kl_in_the_reward_takes_k1_only(tmp_path: Path, estimator: str) -> None:
+    overrides = ["algorithm.kl_in=reward", "algorithm.kl_coefficient=0.1"]
+    cause = refused(tmp_path, [f"algorithm.kl_estimator={estimator}", *overrides])
+    assert "`algorithm.kl_estimator=k1`" in cause
+    check_train(load(tmp_path, MINIMAL, ["algorithm.kl_estimator=k1", *overrides]))
+
+
 def test_rows_of_a_supervised_step_divide_over_the_ranks_too(tmp_path: Path) -> None:
     recipe = load(tmp_path, MINIMAL, ["data.prompts_per_step=512", "cluster.ranks=6"])
     cause = next(cause for cause in causes_of(lambda: check_sft(recipe)) if "do not divide" in cause)

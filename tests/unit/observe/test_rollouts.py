@@ -70,6 +70,7 @@ def test_a_file_holds_what_a_person_wants_to_see(tmp_path: Path) -> None:
         "answer": "7",
         "reward": 0.75,
         "score": 1.0,
+        "score_parts": {},
         "score_status": "ok",
         "score_detail": "",
         "prompt_length": 3,

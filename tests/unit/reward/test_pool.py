@@ -119,6 +119,14 @@ def test_share_of_errors_at_the_limit_is_allowed(make_pool: MakePool) -> None:
     assert values(pool.score(requests_for(["1"]))) == [1.0]  # usable after an error
 
 
+def test_one_failure_among_a_few_is_borne_unless_none_is_to_be(make_pool: MakePool) -> None:
+    body = "def score(prompt, response, answer): return 1.0 / int(response)"
+    few = requests_for(["1", "0", "1"])
+    assert statuses(make_pool(body, max_error_share=0.1).score(few)) == ["ok", "error", "ok"]
+    with pytest.raises(RewardError, match="failed for 1 of 3"):
+        make_pool(body, max_error_share=0.0).score(few)
+
+
 def test_function_with_a_signal_time_out_works_and_its_forgotten_alarm_hits_nobody(make_pool: MakePool) -> None:
     body = """
         import signal, time

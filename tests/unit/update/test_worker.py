@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from plimsoll.errors import CheckpointError, RefusedError
@@ -148,6 +149,17 @@ def test_scored_log_probs_are_those_of_the_plain_model_at_the_recipe_s_temperatu
             want[i] = logp[i - 1, ids[i]]
         torch.testing.assert_close(plane.get(sample.ref, "old_logprobs"), want, atol=2e-6, rtol=0)
         assert torch.equal(plane.get(sample.ref, "old_logprobs"), plane.get(sample.ref, "ref_logprobs"))
+
+
+def test_gathered_weights_are_let_go_of_after_a_forward_without_backward(folder: Path) -> None:
+    plane = LocalPlane()
+    worker = build(folder, plane, algorithm={"kl_coefficient": 0.1})
+    batch = make_batch(make_groups(plane))
+    assert worker.reference is not None
+    for _ in range(2):  # after the probe, after scoring
+        for policy in (worker.policy, worker.reference):
+            assert all(isinstance(parameter, DTensor) for parameter in policy.parameters())
+        worker.score(batch, old=True, reference=True)
 
 
 def test_scored_old_log_probs_give_a_ratio_of_one_in_the_first_mini_batch(folder: Path) -> None:

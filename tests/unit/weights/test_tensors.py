@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from plimsoll.weights.tensors import TensorFiles, TensorSpec, write_specs, write_tensors
+from plimsoll.errors import CheckpointError
+from plimsoll.weights.tensors import TensorFiles, TensorSpec, check_whole, write_specs, write_tensors
 
 
 def bits(tensor: Tensor) -> bytes:
@@ -89,3 +90,14 @@ def test_a_tensor_that_is_not_what_was_announced_is_our_mistake(tmp_path: Path) 
     spec = TensorSpec(name="a", dtype=torch.float32, shape=(2,), read=lambda: torch.ones(3))
     with pytest.raises(AssertionError, match="not what was announced"):
         write_specs(tmp_path / "x", [spec])
+
+
+def test_a_file_of_another_length_than_its_header_says_is_not_whole(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    write_tensors(path, samples())
+    check_whole(path)
+    whole = path.read_bytes()
+    for content in (whole[:-1], whole + b"x", whole[:40], b"", b"not a file of this kind at all"):
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"cut off or damaged|not a safetensors file"):
+            check_whole(path)
