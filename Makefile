@@ -66,7 +66,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 
 types: $(VENV)/.installed-dev
-	$(BIN)/pyright
+	$(BIN)/pyright --project pyproject.toml
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .

@@ -2,7 +2,7 @@
 
 from difflib import SequenceMatcher
 
-from plimsoll.config.aliases import ALIASES
+from plimsoll.config.aliases import ALIASES, KNOWN_ELSEWHERE
 from plimsoll.config.schema import leaves, sections
 
 CUTOFF = 0.6
@@ -24,6 +24,8 @@ def nearest(section: str, name: str) -> list[str]:
     exact += [key for alias, key in ALIASES.items() if alias.rpartition(".")[2] == name]
     if exact:
         return exact[:3]
+    if name.rpartition(".")[2] in KNOWN_ELSEWHERE:
+        return [KNOWN_ELSEWHERE[name.rpartition(".")[2]]]
     ranked: list[tuple[float, str]] = []
     for key in known:
         if not key:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from plimsoll.config.aliases import ALIASES
+from plimsoll.config.aliases import ALIASES, KNOWN_ELSEWHERE
 from plimsoll.config.checks import check_train
 from plimsoll.config.load import load as load_with_notes
 from plimsoll.config.load import load_recipe
@@ -229,3 +229,11 @@ def assert_readable(cause: str) -> None:
     assert known & (set(leaves()) | set(sections()) - {""}), cause
     assert not re.search(r"\[\]\.?$|: ?$|, $", cause), cause
     assert not re.search(r"https?://|pydantic|Input should|Traceback|\btype=|\b_config\b|Config\b", cause), cause
+
+
+@pytest.mark.parametrize("name", ["n", "train_batch_size", "adv_estimator", "total_epochs"])
+def test_a_key_of_another_framework_is_answered_with_ours(tmp_path: Path, name: str) -> None:
+    known = {leaf.key for leaf in leaves().values()}
+    assert set(KNOWN_ELSEWHERE.values()) <= known
+    cause = one_cause(lambda: load(tmp_path, MINIMAL, [f"rollout.{name}=1"]))
+    assert f"`{KNOWN_ELSEWHERE[name]}`" in cause
