@@ -102,6 +102,8 @@ class Session:
 
     def evaluation_due(self, step: int) -> bool:
         """Whether `step` ends with an evaluation; 0 is the time before the first step."""
+        if self.generation is None or not self.generation.eval_prompts:
+            return False
         at_end = step in (0, self.plan.steps) and self.recipe.train.eval_at_ends
         return at_end or (step > 0 and due(step, self.intervals.eval_every, last=False))
 
