@@ -5,7 +5,7 @@ folder, so that a recipe of which either is refused leaves an earlier run's fold
 """
 
 import itertools
-import logging
+import shutil
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -58,8 +58,6 @@ from plimsoll.sizing import (
 from plimsoll.update.worker import Counters, PolicyWorker
 from plimsoll.weights.export import copy_companions
 
-logger = logging.getLogger(__name__)
-
 Objective = Literal["policy", "supervised"]
 
 
@@ -75,16 +73,13 @@ class Rows:
     largest_id: int  # of prompts and targets
 
 
-def data_needs_no_answer(recipe: Recipe) -> bool:
-    """Whether the reward function has TRL's signature."""
-    return function_kind(recipe.reward) is Kind.TRL
-
-
 def load_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, objective: Objective) -> Rows:
     """Training and held-out rows. DataError or RecipeError when they cannot be used."""
     data = recipe.data
-    # TRL's functions take whatever columns they name; the other signatures are about an answer.
-    scored_by = "prompt" if data_needs_no_answer(recipe) else "answer"
+    scored_by = "answer"
+    # Asked only where rewards are: the question imports the function in a process of its own.
+    if (objective == "policy" or data.eval is not None) and function_kind(recipe.reward) is Kind.TRL:
+        scored_by = "prompt"  # TRL's functions take whatever columns they name; the other signatures want an answer
     need = scored_by if objective == "policy" else "response"
     train = load_dataset(data.train, data, tokenizer, split="train", seed=recipe.seed, need=need)
     held_out = None
@@ -133,11 +128,17 @@ def _plan(
 
 
 def keep_tokenizer(folder: Path, sources: Sources) -> None:
-    """Copy tokenizer, chat template and the model's generation config; of two of a name, the tokenizer's stays."""
-    folder.mkdir()
-    if sources.config.is_dir():
-        copy_companions(sources.config, folder)
-    copy_companions(sources.tokenizer, folder)
+    """Copy tokenizer, chat template and the model's generation config; of two of a name, the tokenizer's stays.
+
+    The folder is there whole or not at all: a run killed here can be resumed.
+    """
+    partial = folder.with_name(f"{folder.name}.tmp")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    if sources.config.is_dir() and sources.config != sources.tokenizer:
+        copy_companions(sources.config, partial)
+    copy_companions(sources.tokenizer, partial)
+    partial.rename(folder)
 
 
 @contextmanager
@@ -156,8 +157,6 @@ def open_session(recipe: Recipe, *, objective: Objective, resume: bool, overwrit
         rows = load_rows(recipe, tokenizer, objective)
         plan = _plan(recipe, sources, tokenizer, rows, resumed)
         folder = stack.enter_context(RunFolder.prepare(run_root, recipe.name, resume=resume, overwrite=overwrite))
-        if resume:
-            folder.check_resumable(recipe)
         if resumed and resumed.state:  # before anything is written: other rows are refused here
             rows.stream.restore(CursorState.from_json(resumed.state.cursor))
         folder.record_recipe(recipe)

@@ -56,7 +56,8 @@ def resolve_sources(recipe: Recipe, run: Path, resumed: Resumed | None) -> Sourc
     of the folders that it began with. A reference in use is still read from where it was: the plan has the folder.
     """
     model = recipe.model
-    update: dict[str, str | None] = {"reference": _reference(recipe, resumed)}
+    update: dict[str, str | None] = {}
+    policy = None  # the folder of `model.path`; located once, because a run's checkpoint is hashed for it
     if resumed and resumed.checkpoint:
         config = resumed.checkpoint / MODEL
         update |= {"path": str(config), "init": "pretrained"}
@@ -65,9 +66,9 @@ def resolve_sources(recipe: Recipe, run: Path, resumed: Resumed | None) -> Sourc
         config = Path(model.config)
     else:
         assert model.path is not None, "checked with the recipe"
-        config = locate_model(model.path, setting="model.path").model
-        _check_weights(config, "model.path")
+        config = policy = _weights(model.path, "model.path")
         update["path"] = str(config)
+    update["reference"] = _reference(recipe, resumed, policy)
     tokenizer = Path(model.tokenizer) if model.tokenizer else config if config.is_dir() else config.parent
     if resumed and (run / TOKENIZER).is_dir():
         tokenizer = run / TOKENIZER
@@ -76,9 +77,10 @@ def resolve_sources(recipe: Recipe, run: Path, resumed: Resumed | None) -> Sourc
     )
 
 
-def _reference(recipe: Recipe, resumed: Resumed | None) -> str | None:
+def _reference(recipe: Recipe, resumed: Resumed | None, policy: Path | None) -> str | None:
     """The folder of the reference; None without a KL. A run named as reference means the checkpoint it had at first."""
-    named = recipe.model.reference or recipe.model.path
+    model = recipe.model
+    named = model.reference or model.path
     if recipe.algorithm.kl_coefficient == 0 or named is None:
         return None
     if resumed and resumed.plan and resumed.plan.reference:
@@ -88,16 +90,17 @@ def _reference(recipe: Recipe, resumed: Resumed | None) -> str | None:
                 "back, or start a new run (name=OTHER)"
             )
         return resumed.plan.reference
-    setting = "model.reference" if recipe.model.reference else "model.path"
+    if model.reference is None and policy is not None:
+        return str(policy)
+    return str(_weights(named, "model.reference" if model.reference else "model.path"))
+
+
+def _weights(named: str, setting: str) -> Path:
+    """The Hugging Face folder that `named` means. Broken files are refused here, before the run folder is touched."""
     folder = locate_model(named, setting=setting).model
-    _check_weights(folder, setting)
-    return str(folder)
-
-
-def _check_weights(folder: Path, setting: str) -> None:
-    """Broken files are refused here, before the run folder is touched."""
     try:
         for path in sorted(folder.glob("*.safetensors")):
             check_whole(path)
     except CheckpointError as error:
         raise RefusedError(f"{setting}: {error}") from error
+    return folder

@@ -87,11 +87,12 @@ class Session:
                 self.generation.sync()
 
     def evaluate(self, guard: InterruptGuard) -> dict[str, float]:
-        """Metrics of an evaluation with the policy's weights; nothing without `data.eval`, or when asked to stop.
+        """Metrics of an evaluation with the policy's weights, where one is due; nothing when asked to stop.
 
         What an interrupt cuts off here is made up for by `evaluate_start` of the resumed run.
         """
-        if self.generation is None or not self.generation.eval_prompts or guard.requested:
+        assert self.generation is not None, "ask `evaluation_due` first"
+        if guard.requested:
             return {}
         self.sync()
         with self.enter(Phase.EVAL):

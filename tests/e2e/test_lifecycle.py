@@ -116,3 +116,20 @@ def test_a_step_without_any_score_has_no_reward_and_says_so(small: Small, capfd:
     assert "reward/mean" not in row
     assert (row["reward/unscored"], row["train/skipped_steps"]) == (16, 1)
     assert "no response of this step was scored" in capfd.readouterr().err
+
+
+def test_a_supervised_run_without_evaluation_never_imports_the_reward_function(small: Small) -> None:
+    broken = small.folder / "broken.py"
+    broken.write_text("raise RuntimeError('imported')\n")
+    small.sft(NO_EVAL, f"reward.function={broken}:f", "train.steps=1")
+
+
+def test_a_tokenizer_that_was_half_copied_is_copied_again(small: Small) -> None:
+    run = small.train(NO_EVAL, "train.steps=1")
+    shutil.rmtree(run / "checkpoints")
+    (run / "tokenizer").rename(run / "tokenizer.tmp")  # what a kill at the start of a run leaves
+    (run / "tokenizer.tmp" / "tokenizer.json").unlink()
+    small.train(NO_EVAL, "train.steps=1", "--resume")
+    assert (run / "tokenizer" / "tokenizer.json").is_file()
+    assert not (run / "tokenizer.tmp").exists()
+    assert (run / "checkpoints" / "step_1" / "model" / "tokenizer.json").is_file()
