@@ -42,8 +42,7 @@ from plimsoll.parallel.mesh import close_process_group
 from plimsoll.plane.local import LocalPlane
 from plimsoll.resolve import Resumed, Sources, find_resumed, resolve_sources
 from plimsoll.reward.pool import ScoringPool
-from plimsoll.reward.resolve import function_kind
-from plimsoll.reward.signature import Kind
+from plimsoll.reward.resolve import check_sources, needs_answer
 from plimsoll.session import Session
 from plimsoll.sizing import (
     DataSizes,
@@ -78,13 +77,15 @@ def load_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, objective: Obj
     data = recipe.data
     scored_by = "answer"
     # Asked only where rewards are: the question imports the function in a process of its own.
-    if (objective == "policy" or data.eval is not None) and function_kind(recipe.reward) is Kind.TRL:
+    if (objective == "policy" or data.eval is not None) and not needs_answer(recipe.reward):
         scored_by = "prompt"  # TRL's functions take whatever columns they name; the other signatures want an answer
     need = scored_by if objective == "policy" else "response"
     train = load_dataset(data.train, data, tokenizer, split="train", seed=recipe.seed, need=need)
     held_out = None
     if data.eval is not None:
         held_out = load_dataset(data.eval, data, tokenizer, split="eval", seed=recipe.seed, need=scored_by)
+    scored = [source for source in (train if objective == "policy" else None, held_out) if source]
+    check_sources(recipe.reward, (prompt.data_source for source in scored for prompt in source.prompts))
     prompt_lengths = [len(prompt.token_ids) for prompt in train.prompts]
     responses: dict[int, tuple[int, ...]] = {}
     longest_sequence = max(prompt_lengths) + recipe.rollout.max_response_tokens

@@ -148,24 +148,25 @@ def _recipe_of(target: Path) -> Path:
 
 @app.command()
 def export(
-    run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
+    source: Annotated[Path, typer.Argument(metavar="RUN_OR_GGUF", help="A run folder, or a .gguf file.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it must not hold anything.")],
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint. Default: the newest complete one.")] = None,
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="float32, bfloat16, float16 or float64. Default: bfloat16 for a run that computed in it, else float32."
+            help="float32, bfloat16, float16 or float64. Default: bfloat16 for a GGUF file and for a run that computed "
+            "in it, else float32."
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a checkpoint as a Hugging Face folder."""
-    if not run_folder.is_dir():
-        raise RefusedError(f"{run_folder} is not a folder: name a run folder")
+    """Write a checkpoint, or a GGUF file, as a Hugging Face folder."""
+    if not source.is_dir() and source.suffix != ".gguf":
+        raise RefusedError(f"{source} is not a folder and not a .gguf file: name a run folder or a .gguf file")
     _prepare_environment()
     from plimsoll.export import run
 
-    _finish(run(run_folder, step, out, dtype).as_json(), as_json=as_json)
+    _finish(run(source, step, out, dtype).as_json(), as_json=as_json)
 
 
 # Unknown arguments are taken, so that the answer is always that the command is missing and never that an option is.

@@ -13,6 +13,7 @@ from plimsoll.data.tokenizer import load_tokenizer
 from plimsoll.model.build import DTYPES, load_pretrained, quiet_transformers, read_config
 from plimsoll.observe.console import Console, setup_logging
 from plimsoll.reward.pool import ScoringPool
+from plimsoll.reward.resolve import check_sources, needs_answer
 from plimsoll.rollout.evaluation import EvalResult, evaluate
 from plimsoll.rollout.native import NativeEngine
 from plimsoll.sizing import DataSizes, derive_plan
@@ -41,7 +42,9 @@ def run(target: Path, recipe: Recipe) -> EvalSummary:
     model_folder = locate_model(target).model
     tokenizer = load_tokenizer(Path(recipe.model.tokenizer) if recipe.model.tokenizer else model_folder)
     assert recipe.data.eval is not None, "checked with the recipe"
-    rows = load_dataset(recipe.data.eval, recipe.data, tokenizer, split="eval", seed=recipe.seed, need="answer")
+    need = "answer" if needs_answer(recipe.reward) else "prompt"
+    rows = load_dataset(recipe.data.eval, recipe.data, tokenizer, split="eval", seed=recipe.seed, need=need)
+    check_sources(recipe.reward, (prompt.data_source for prompt in rows.prompts))
     for line in rows.report.lines():
         console.note(line)
     longest = max(len(prompt.token_ids) for prompt in rows.prompts)

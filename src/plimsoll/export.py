@@ -1,13 +1,13 @@
-"""`plimsoll export`: a run's weights as a Hugging Face folder that transformers loads.
+"""`plimsoll export`: a run's weights, or those of a GGUF file, as a Hugging Face folder that transformers loads.
 
 The checkpoint's model/ is such a folder already, in the dtype of the master weights. Export copies it file by file,
-converting the weights one tensor at a time, so memory is bounded by the largest tensor.
+converting the weights one tensor at a time, so memory is bounded by the largest tensor. A GGUF file is read whole.
 """
 
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +19,7 @@ from plimsoll.checkpoint.files import format_bytes, free_bytes, fsync_folder, fs
 from plimsoll.checkpoint.locate import Located, locate_model
 from plimsoll.checkpoint.state import read_state
 from plimsoll.errors import CheckpointError, RefusedError
+from plimsoll.gguf import check_gguf, find_gguf, load_gguf
 from plimsoll.weights.tensors import TensorFiles, TensorSpec, write_specs
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -37,8 +38,8 @@ class ExportSummary:
     """What was exported."""
 
     path: Path
-    source: Path  # the checkpoint
-    step: int
+    source: Path  # the checkpoint, or the GGUF file
+    step: int | None  # of the checkpoint
     dtype: str
     num_tensors: int
     num_bytes: int  # of the weight files
@@ -55,14 +56,14 @@ class ExportSummary:
         }
 
 
-def run(run: Path, step: int | None, out: Path, dtype: str | None) -> ExportSummary:
-    """Write the weights of a checkpoint, its tokenizer, chat template and generation config to `out`.
+def run(source: Path, step: int | None, out: Path, dtype: str | None) -> ExportSummary:
+    """Write weights, tokenizer, chat template and generation config to `out`.
 
     Args:
-        run: a run folder, or one of its checkpoints/step_N.
+        source: a run folder, one of its checkpoints/step_N, a .gguf file, or a folder with one and no other model.
         step: None: the newest complete checkpoint.
         out: must not exist, or be an empty folder; appears complete or not at all.
-        dtype: a key of `DTYPES`. None: bfloat16 for a run that computed in bfloat16, else float32.
+        dtype: a key of `DTYPES`. None: bfloat16 for a GGUF file and for a run that computed in bfloat16, else float32.
 
     Raises:
         RefusedError: nothing was written.
@@ -74,24 +75,42 @@ def run(run: Path, step: int | None, out: Path, dtype: str | None) -> ExportSumm
         raise RefusedError(f"{out} is not empty; name a folder that does not exist yet")
     if out.exists() and not out.is_dir():
         raise RefusedError(f"{out} is a file; name a folder that does not exist yet")
+    file = find_gguf(source)
+    return _export_run(source, step, out, dtype) if file is None else _export_gguf(file, step, out, dtype)
+
+
+def _export_run(run: Path, step: int | None, out: Path, dtype: str | None) -> ExportSummary:
     located = locate_model(run, step=step)
     if located.checkpoint is None or located.step is None:
         raise RefusedError(f"{run} is a Hugging Face folder already; export takes a run or one of its checkpoints")
     name = dtype if dtype is not None else _default_dtype(located.checkpoint)
     shards = _planned_shards(located, DTYPES[name])
-    need = sum(spec.num_bytes for specs in shards.values() for spec in specs)
+    _check_space(out, sum(spec.num_bytes for specs in shards.values() for spec in specs))
+    _publish(out, lambda partial: _write(partial, located.model, shards, name))
+    return _summary(out, located.checkpoint, located.step, name, sum(len(specs) for specs in shards.values()))
+
+
+def _export_gguf(file: Path, step: int | None, out: Path, dtype: str | None) -> ExportSummary:
+    if step is not None:
+        raise RefusedError(f"--step {step} is for runs, and {file} is a GGUF file; leave it out")
+    check_gguf(file)
+    name = dtype if dtype is not None else "bfloat16"
+    loaded = load_gguf(file, DTYPES[name])
+    tensors = loaded.tensors()
+    _check_space(out, sum(tensor.nbytes for tensor in tensors.values()))
+    _publish(out, lambda partial: loaded.write(partial, DTYPES[name]))
+    return _summary(out, file, None, name, len(tensors))
+
+
+def _check_space(out: Path, need: int) -> None:
     free = free_bytes(out.absolute().parent)
     if free < need:
         raise RefusedError(f"{out}: {format_bytes(need)} are needed, {format_bytes(free)} are free; name another disk")
-    _publish(out, located.model, shards, name)
-    return ExportSummary(
-        path=out,
-        source=located.checkpoint,
-        step=located.step,
-        dtype=name,
-        num_tensors=sum(len(specs) for specs in shards.values()),
-        num_bytes=sum((out / shard).stat().st_size for shard in shards),
-    )
+
+
+def _summary(out: Path, source: Path, step: int | None, dtype: str, num_tensors: int) -> ExportSummary:
+    num_bytes = sum(path.stat().st_size for path in out.glob("*.safetensors"))
+    return ExportSummary(path=out, source=source, step=step, dtype=dtype, num_tensors=num_tensors, num_bytes=num_bytes)
 
 
 def _default_dtype(checkpoint: Path) -> str:
@@ -120,12 +139,13 @@ def _converted(spec: TensorSpec, dtype: torch.dtype) -> TensorSpec:
     return TensorSpec(name=spec.name, dtype=dtype, shape=spec.shape, read=read)
 
 
-def _publish(out: Path, model: Path, shards: Mapping[str, list[TensorSpec]], dtype: str) -> None:
+def _publish(out: Path, write: Callable[[Path], None]) -> None:
+    """`write` fills a folder beside `out`, which takes the name of `out` when it is complete."""
     out = out.absolute()
     partial = out.with_name(f".{out.name}.tmp-{os.getpid()}")
     try:
         partial.mkdir(parents=True)
-        _write(partial, model, shards, dtype)
+        write(partial)
         fsync_tree(partial)
         os.rename(partial, out)  # replaces an empty folder, fails on any other
         fsync_folder(out.parent)

@@ -7,6 +7,7 @@ note, to be said once. Files are looked at in `files.py`; here only the recipe c
 from collections.abc import Iterator
 
 from plimsoll.config.recipe import Recipe
+from plimsoll.config.reward_checks import reward_causes
 from plimsoll.errors import RecipeError
 
 GROUP_ALGORITHMS = frozenset({"dapo", "grpo", "dr_grpo", "rloo", "opo", "gspo", "cispo", "reinforce_pp_baseline"})
@@ -15,19 +16,27 @@ GROUP_ALGORITHMS = frozenset({"dapo", "grpo", "dr_grpo", "rloo", "opo", "gspo", 
 
 def check_train(recipe: Recipe) -> tuple[str, ...]:
     """Everything that `plimsoll train` needs to hold. Returns notes; RecipeError names every broken rule."""
-    _refuse(_not_built(recipe), _model(recipe), _reference(recipe), _algorithm(recipe), _batch(recipe), _data(recipe))
+    _refuse(
+        _not_built(recipe),
+        _model(recipe),
+        _reference(recipe),
+        _algorithm(recipe),
+        _batch(recipe),
+        _data(recipe),
+        reward_causes(recipe),
+    )
     return tuple(_notes(recipe))
 
 
 def check_sft(recipe: Recipe) -> tuple[str, ...]:
     """Everything that `plimsoll sft` needs to hold; `algorithm` and most of `rollout` are not read by it."""
-    _refuse(_not_built(recipe), _model(recipe), _rows(recipe), _data(recipe))
+    _refuse(_not_built(recipe), _model(recipe), _rows(recipe), _data(recipe), reward_causes(recipe))
     return tuple(_notes(recipe))
 
 
 def check_eval(recipe: Recipe) -> tuple[str, ...]:
     """Everything that `plimsoll eval` needs to hold. The model is the command's argument, not `model.path`."""
-    _refuse(_not_built(recipe), _eval_rows(recipe), _data(recipe))
+    _refuse(_not_built(recipe), _eval_rows(recipe), _data(recipe), reward_causes(recipe))
     return ()
 
 
@@ -190,9 +199,10 @@ def _data(recipe: Recipe) -> Iterator[str]:
             f"`train.eval_every={recipe.train.eval_every}` has nothing to evaluate on: name held-out rows in "
             "`data.eval`, or set `train.eval_every=null`"
         )
-    if data.task and not any(source.startswith("task:") for source in (data.train, data.eval or "")):
+    if data.task and not any(source.startswith(("task:", "gym:")) for source in (data.train, data.eval or "")):
         yield (
-            "`data.task` holds options of a generator and neither `data.train` nor `data.eval` is `task:NAME`; "
+            "`data.task` holds options of a generator and neither `data.train` nor `data.eval` is `task:NAME` or "
+            "`gym:NAME`; "
             "set `data.task={}`"
         )
     for key, size in (

@@ -4,20 +4,19 @@ from typing import Literal
 
 from pydantic import Field
 
-from plimsoll.config.base import Section
-
-Scalar = str | int | float | bool
+from plimsoll.config.base import Options, Section
 
 
 class DataConfig(Section):
     """Sources, tokenisation and order."""
 
     train: str
-    """A .jsonl or .parquet file (our rows or verl's), or `task:NAME` for a built-in generator."""
+    """A .jsonl or .parquet file (our rows or verl's), `task:NAME` for a built-in generator, or `gym:NAME` for a
+    generator of reasoning-gym (extra `tasks`)."""
     eval: str | None = None
     """Held-out rows, like `data.train`. A task's held-out problems never occur among its training problems."""
-    task: dict[str, Scalar] = Field(default_factory=dict)
-    """Options of the generator named by `task:NAME` (for example `length`, `train_size`, `eval_size`)."""
+    task: Options = Field(default_factory=dict)
+    """Options of the generator named by `task:NAME` or `gym:NAME` (for example `length`, `train_size`, `eval_size`)."""
     prompt_key: str = "prompt"
     """Column of the prompt: a string or a list of messages."""
     answer_key: str = "answer"

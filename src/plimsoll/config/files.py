@@ -1,5 +1,6 @@
 """Do the files that a recipe names exist? Asked before anything heavy is imported."""
 
+import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,9 @@ def check_files(recipe: Recipe, recipe_file: Path, *, command: str = "train", re
 
 def _models(recipe: Recipe, recipe_file: Path, command: str) -> Iterator[str]:
     model = recipe.model
-    if model.init == "pretrained" and model.path is not None and not Path(model.path).is_dir():
+    if model.init == "pretrained" and model.path is not None and (gguf := _gguf(model.path)):
+        yield _convert("model.path", gguf)
+    elif model.init == "pretrained" and model.path is not None and not Path(model.path).is_dir():
         yield f"`model.path={model.path}` is not a folder; {_how_to_make(recipe, model.path, recipe_file)}"
     if model.init == "random" and model.config is not None and not _holds_config(Path(model.config)):
         yield (
@@ -32,11 +35,29 @@ def _models(recipe: Recipe, recipe_file: Path, command: str) -> Iterator[str]:
     if model.tokenizer is not None and not Path(model.tokenizer).is_dir():
         yield f"`model.tokenizer={model.tokenizer}` is not a folder; name the folder of tokenizer.json"
     reference_read = command == "train" and recipe.algorithm.kl_coefficient > 0
-    if reference_read and model.reference is not None and not Path(model.reference).is_dir():
+    if reference_read and model.reference is not None and (gguf := _gguf(model.reference)):
+        yield _convert("model.reference", gguf)
+    elif reference_read and model.reference is not None and not Path(model.reference).is_dir():
         yield (
             f"`model.reference={model.reference}` is not a folder; name a Hugging Face folder in `model.reference`, "
             "or set `algorithm.kl_coefficient=0`"
         )
+
+
+def _gguf(named: str) -> Path | None:
+    """The GGUF file that is named, or that a folder holds instead of a Hugging Face model."""
+    path = Path(named)
+    if path.suffix == ".gguf":
+        return path
+    return None if (path / "config.json").is_file() else next(iter(sorted(path.glob("*.gguf"))), None)
+
+
+def _convert(key: str, file: Path) -> str:
+    folder = file.with_suffix("")
+    return (
+        f"`{key}`: {file} is a GGUF file, and training starts from a Hugging Face folder; convert it once with "
+        f"`plimsoll export {file} {folder}`, then set `{key}={folder}`"
+    )
 
 
 def _own_folder(recipe: Recipe) -> Iterator[str]:
@@ -84,5 +105,12 @@ def _name_of(recipe_file: Path) -> str | None:
 def _sources(recipe: Recipe, command: str) -> Iterator[str]:
     train = () if command == "eval" else (("data.train", recipe.data.train),)
     for key, source in (*train, ("data.eval", recipe.data.eval)):
-        if source is not None and not source.startswith("task:") and not Path(source).is_file():
-            yield f"`{key}={source}` is not a file; name a .jsonl or .parquet file, or `task:NAME`, in `{key}`"
+        if source is None or source.startswith("task:"):
+            continue
+        if source.startswith("gym:"):
+            if importlib.util.find_spec("reasoning_gym") is None:
+                yield f"`{key}={source}` needs reasoning-gym, which is not installed: pip install 'plimsoll-rl[tasks]'"
+        elif not Path(source).is_file():
+            yield (
+                f"`{key}={source}` is not a file; name a .jsonl or .parquet file, `task:NAME` or `gym:NAME`, in `{key}`"
+            )

@@ -4,19 +4,21 @@ In this order: read the file; lay overrides over it; rename aliases; check keys 
 schema; fill in the algorithm's preset; validate the values. Nothing here imports torch or transformers.
 """
 
+import difflib
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from plimsoll.config.aliases import ALIASES
 from plimsoll.config.presets import PRESETS
 from plimsoll.config.recipe import Recipe
-from plimsoll.config.schema import Leaf, join, leaves, sections, shown
+from plimsoll.config.schema import JSON_WORDS, Leaf, join, leaves, sections, shown
 from plimsoll.config.source import COMMAND_LINE, Setting, as_text_keys, parse_overrides, read_file
 from plimsoll.config.suggest import nearest
 from plimsoll.errors import RecipeError
@@ -215,47 +217,82 @@ def _merge_preset(clean: dict[str, Any], presets: Mapping[str, Mapping[str, Any]
 
 def _validate(clean: Mapping[str, Any], causes: list[str]) -> Recipe | None:
     """Pydantic decides what is valid; the words are ours, one cause a key."""
-    wrong = {key: _not_a_number(leaf, _value(clean, leaf)) for key, leaf in leaves().items()}
-    problems = {key: problem for key, problem in wrong.items() if problem}
+    problems: dict[str, str] = {}
+    for leaf, value in _values(clean):
+        if _not_a_number(leaf, value):
+            problems[leaf.key] = _not_valid(leaf, leaf.key, value, f"it takes {leaf.accepts}")
     recipe: Recipe | None = None
     try:
         recipe = Recipe.model_validate(clean)
     except ValidationError as error:
         for item in error.errors(include_url=False, include_context=False):
-            leaf, key = _leaf_of(item["loc"])
-            if item["type"] == "missing":
-                problem = f"`{key}` is required: {_sentence(leaf)}"
-            else:
-                accepts = leaf.accepts if key == leaf.key else "text, a number, true or false"
-                problem = f"`{key}={shown(item['input'])}` is not valid: it takes {accepts}"
+            key, problem = _problem(item)
             problems.setdefault(key, problem)
     causes.extend(problems.values())
     return recipe
 
 
-def _value(clean: Mapping[str, Any], leaf: Leaf) -> Any:
-    section = _find(clean, leaf.section)
-    return None if section is None else section.get(leaf.name)
+def _values(clean: Mapping[str, Any]) -> Iterator[tuple[Leaf, Any]]:
+    """Every leaf with what was given for it, the entries of tables leaf by leaf."""
+    for leaf in leaves().values():
+        section = _find(clean, leaf.section)
+        value = None if section is None else section.get(leaf.name)
+        yield leaf, value
+        if leaf.entry is not None and isinstance(value, dict):
+            for name, entry in cast(Mapping[Any, Any], value).items():
+                if isinstance(entry, dict):
+                    given = as_text_keys(cast(Mapping[Any, Any], entry))
+                    yield from ((inner, given.get(field)) for field, inner in leaf.of_entry(str(name)).items())
 
 
-def _not_a_number(leaf: Leaf, value: Any) -> str:
+def _not_a_number(leaf: Leaf, value: Any) -> bool:
     """What pydantic lets pass: `true` for 1, and infinity."""
     wrong_bool = isinstance(value, bool) and bool not in leaf.kinds
-    if wrong_bool or (isinstance(value, float) and not math.isfinite(value)):
-        return f"`{leaf.key}={shown(value)}` is not valid: it takes {leaf.accepts}"
-    return ""
+    return wrong_bool or (isinstance(value, float) and not math.isfinite(value))
 
 
-def _leaf_of(location: tuple[int | str, ...]) -> tuple[Leaf, str]:
-    """The leaf at pydantic's location (which goes on into lists and union members), and the key to show: for a
-    free-form mapping the entry's own."""
-    for depth in range(1, len(location) + 1):
-        key = ".".join(str(part) for part in location[:depth])
-        if key in leaves():
-            leaf = leaves()[key]
-            entry = leaf.free_form and len(location) > depth
-            return leaf, f"{key}.{location[depth]}" if entry else key
-    raise AssertionError(f"pydantic complains about {location}, which is no leaf")
+def _problem(item: ErrorDetails) -> tuple[str, str]:
+    """The key that one of pydantic's complaints is about, and our words for it.
+
+    Its location goes on into lists, union members and the entries of tables.
+    """
+    location = [str(part) for part in item["loc"]]
+    depth = next(depth for depth in range(1, len(location) + 1) if ".".join(location[:depth]) in leaves())
+    leaf, rest = leaves()[".".join(location[:depth])], location[depth:]
+    if leaf.entry is not None and rest:
+        key = join(leaf.key, rest[0])
+        if len(rest) == 1 or rest[1] == "[key]":
+            of = "a text as name and " if rest[1:] else ""
+            return key, _not_valid(leaf, key, item["input"], f"an entry of `{leaf.key}` takes {of}{leaf.fields}")
+        if rest[1] not in leaf.of_entry(rest[0]):
+            return join(key, rest[1]), _unknown_field(leaf, rest[0], rest[1])
+        leaf, rest = leaf.of_entry(rest[0])[rest[1]], rest[2:]
+    if item["type"] == "missing":
+        return leaf.key, f"`{leaf.key}` is required{_within(leaf)}: {_sentence(leaf)}"
+    if not (leaf.free_form and rest):
+        return leaf.key, _not_valid(leaf, leaf.key, item["input"], f"it takes {leaf.accepts}")
+    key = join(leaf.key, rest[0])
+    takes = f"the keys of `{leaf.key}` are text" if rest[1:] == ["[key]"] else f"in `{leaf.key}` {JSON_WORDS}"
+    return key, _not_valid(leaf, key, item["input"], takes)
+
+
+def _not_valid(leaf: Leaf, key: str, value: Any, takes: str) -> str:
+    return f"`{key}={shown(value)}` is not valid{_within(leaf)}: {takes}"
+
+
+def _within(leaf: Leaf) -> str:
+    """A key of an entry is named by the user; this names one that the schema knows."""
+    return f" in an entry of `{leaf.table}`" if leaf.table else ""
+
+
+def _unknown_field(table: Leaf, name: str, field: str) -> str:
+    key = join(join(table.key, name), field)
+    near = difflib.get_close_matches(field, table.of_entry(name), 1)
+    if near:
+        return (
+            f"unknown key `{key}` in an entry of `{table.key}`: did you mean `{join(join(table.key, name), near[0])}`?"
+        )
+    return f"unknown key `{key}`: an entry of `{table.key}` takes {table.fields}"
 
 
 def _sentence(leaf: Leaf) -> str:

@@ -18,9 +18,11 @@ class EvalSampling(Section):
     """0 is off."""
     samples: int = Field(default=1, ge=1)
     """Samples a problem; pass@k is reported for k = 1, 2, 4, … up to this. More than 1 wants temperature > 0."""
-
     correct_score: float = 1.0
     """A response with at least this score counts as correct (accuracy, pass@k)."""
+    correct_part: str | None = None
+    """The part of the score that `rollout.eval.correct_score` is about: a name in `reward.parts`, or a further number
+    of a verl-style reward. Default: the score itself."""
 
 
 class RolloutConfig(Section):

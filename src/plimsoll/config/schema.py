@@ -19,6 +19,9 @@ from plimsoll.config.base import Section
 from plimsoll.config.presets import PRESETS
 from plimsoll.config.recipe import Recipe
 
+JSON_WORDS = "values are text, numbers, true, false, null, lists or mappings"
+"""What options may hold."""
+
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Leaf:
@@ -28,6 +31,7 @@ class Leaf:
     section: str  # dotted; "" at the top level
     name: str  # last part of the key
     info: FieldInfo
+    table: str = ""  # the leaf whose entry this is part of: `reward.parts` for `reward.parts.NAME.weight`
 
     @property
     def kinds(self) -> tuple[Any, ...]:
@@ -43,6 +47,26 @@ class Leaf:
     def free_form(self) -> bool:
         """True for a mapping whose keys are not ours (options of a generator or a reward function)."""
         return any(typing.get_origin(kind) is dict for kind in self.kinds)
+
+    @property
+    def entry(self) -> type[Section] | None:
+        """For a table (`reward.parts`, `reward.sources`): what each of its entries, named by the user, consists of."""
+        return next((entry for kind in self.kinds if (entry := _entry(kind)) is not None), None)
+
+    @property
+    def fields(self) -> str:
+        """The keys of an entry of a table, in words."""
+        assert self.entry is not None
+        return _fields(self.entry)
+
+    def of_entry(self, name: str) -> Mapping[str, "Leaf"]:
+        """The keys of one entry of a table: `reward.parts.NAME.weight` and so on, by their last part."""
+        assert self.entry is not None
+        section = join(self.key, name)
+        return {
+            field: Leaf(key=join(section, field), section=section, name=field, info=info, table=self.key)
+            for field, info in self.entry.model_fields.items()
+        }
 
     @property
     def text_only(self) -> bool:
@@ -79,9 +103,13 @@ def _kind_words(kind: Any) -> str:
         values = [f"`{value}`" for value in typing.get_args(kind)]
         return f"one of {', '.join(values)}"
     if origin is tuple:
-        return "a list of integers"
+        item = typing.get_args(kind)[0]
+        return "a list of integers" if item is int else f"a list of items, each {_kind_words(item)}"
     if origin is dict:
-        return "a mapping whose values are text, numbers, true or false"
+        entry = _entry(kind)
+        if entry is not None:
+            return f"a mapping from names to mappings with {_fields(entry)}"
+        return f"a mapping; {JSON_WORDS}"
     words: Mapping[Any, str] = {
         bool: "true or false",
         int: "an integer",
@@ -90,6 +118,16 @@ def _kind_words(kind: Any) -> str:
         ByteSize: "a size such as 80GiB or a number of bytes",
     }
     return words[kind]
+
+
+def _entry(kind: Any) -> type[Section] | None:
+    value = typing.get_args(kind)[1] if typing.get_origin(kind) is dict else None
+    return value if isinstance(value, type) and issubclass(value, Section) else None
+
+
+def _fields(entry: type[Section]) -> str:
+    *first, last = (f"`{name}`" for name in entry.model_fields)
+    return f"{', '.join(first)} and {last}"
 
 
 def _bounds(info: FieldInfo) -> list[str]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from plimsoll.config.data import DataConfig
 from plimsoll.data.chat import ChatFormat, Refusal, chat_format, prompt_token_ids
 from plimsoll.data.dataset import DataReport, Dataset, by_reason
+from plimsoll.data.gym import gym_rows
 from plimsoll.data.order import check_fills_batch
 from plimsoll.data.rows import Need, ParsedRow, RowError, has_bad_text, parse_row, replace_bad_text, withheld_columns
 from plimsoll.data.sources import RawRow, read_rows
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TASK_PREFIX = "task:"
+GYM_PREFIX = "gym:"
 
 ENCODE_BATCH = 1024
 """Conversations tokenised at a time."""
@@ -47,7 +49,7 @@ def load_dataset(
     """Read, check and tokenise `source`.
 
     Args:
-        source: a .jsonl or .parquet file, or `task:NAME`; `data.train` or `data.eval` of the recipe.
+        source: a .jsonl or .parquet file, `task:NAME` or `gym:NAME`; `data.train` or `data.eval` of the recipe.
         split: `train` must fill a batch of `data.prompts_per_step` unless `data.drop_last` is off; `eval` reads at most
             `data.max_eval_rows` rows and need not fill anything.
         seed: of a generator's training problems; files and held-out problems do not depend on it.
@@ -59,11 +61,7 @@ def load_dataset(
         RecipeError: an unknown task or task option.
     """
     intake = Intake(source, config, split=split, need=need)
-    raw_rows = (
-        generate(source.removeprefix(TASK_PREFIX), config.task, split=split, seed=seed)
-        if source.startswith(TASK_PREFIX)
-        else read_rows(Path(source), key=intake.key)
-    )
+    raw_rows = _raw_rows(source, config, key=intake.key, split=split, seed=seed)
     chat = chat_format(tokenizer)
     if config.system_prompt is not None and not chat.has_template:
         raise DataError("data.system_prompt is set, but the tokenizer has no chat template to put it into: unset it")
@@ -79,6 +77,16 @@ def load_dataset(
     if split == "train":
         check_fills_batch(dataset, batch_size=config.prompts_per_step, drop_last=config.drop_last)
     return dataset
+
+
+def _raw_rows(
+    source: str, config: DataConfig, *, key: str, split: Literal["train", "eval"], seed: int
+) -> Iterator[RawRow]:
+    if source.startswith(TASK_PREFIX):
+        return generate(source.removeprefix(TASK_PREFIX), config.task, split=split, seed=seed)
+    if source.startswith(GYM_PREFIX):
+        return gym_rows(source.removeprefix(GYM_PREFIX), config.task, split=split, seed=seed)
+    return read_rows(Path(source), key=key)
 
 
 def fingerprint(prompts: Iterable[Prompt], *, by_messages: bool) -> str:

@@ -36,7 +36,7 @@ def read_rows(path: Path, *, key: str) -> Iterator[RawRow]:
     Raises DataError naming `key` (data.train or data.eval) when the file is missing or of another kind.
     """
     if not path.is_file():
-        raise DataError(f"{key}={path}: no such file (it is a .jsonl or .parquet file, or task:NAME)")
+        raise DataError(f"{key}={path}: no such file (it is a .jsonl or .parquet file, task:NAME or gym:NAME)")
     if path.suffix == ".jsonl":
         return _read_jsonl(path)
     if path.suffix == ".parquet":

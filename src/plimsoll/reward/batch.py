@@ -7,6 +7,7 @@ from math import ceil
 from plimsoll.config.reward import RewardConfig
 from plimsoll.errors import RewardError
 from plimsoll.reward.call import Outcome
+from plimsoll.reward.compose import reward_spec
 from plimsoll.reward.signature import Kind
 from plimsoll.types import Score, ScoreRequest
 
@@ -75,7 +76,7 @@ class ScoringBatch:
         num_timeouts = sum(self._outcomes[i].status == "timeout" for i in failed)
         first = min(failed)
         raise RewardError(
-            f"reward.function {self._config.function} failed for {len(failed)} of {len(self.requests)} responses "
+            f"{reward_spec(self._config).subject} failed for {len(failed)} of {len(self.requests)} responses "
             f"({len(failed) - num_timeouts} errors, {num_timeouts} time-outs; {len(self._outcomes)} were tried); "
             f"reward.max_error_share = {share:g} allows {share:.0%}. "
             f"The first, sample {self.requests[first].sample_id}:\n{self._outcomes[first].detail}"

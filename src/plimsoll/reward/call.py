@@ -1,7 +1,7 @@
 """Calling a reward function: the arguments of each signature, and what became of the call. Runs in worker processes."""
 
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -27,28 +27,12 @@ class BrokenContractError(Exception):
     """The function is wrong for every response alike: the run stops at once."""
 
 
-def outcomes(function: Function, requests: Sequence[ScoreRequest]) -> Iterator[list[Outcome]]:
-    """Score the requests in order; every yielded list is about the next ones.
-
-    Ours and verl's functions are called once a response. A function of TRL's signature is called once for all, and
-    once more for each response alone when that call raised, so that only those at fault are lost.
-    Raises BrokenContractError for a wrong number of values.
-    """
-    if function.kind is not Kind.TRL:
-        for request in requests:
-            yield [_one(function, request)]
-        return
-    together = _several(function, requests)
-    if together is not None:
-        yield together
-        return
-    for request in requests:
-        alone = _several(function, [request])
-        assert alone is not None
-        yield alone
-
-
-def _one(function: Function, request: ScoreRequest) -> Outcome:
+def score_alone(function: Function, request: ScoreRequest) -> Outcome:
+    """One response by a function of any signature. BrokenContractError: TRL's returned a wrong number of values."""
+    if function.kind is Kind.TRL:
+        outcomes = score_together(function, [request])
+        assert outcomes is not None
+        return outcomes[0]
     arguments = _ours(function, request) if function.kind is Kind.OURS else _verl(function, request)
     try:
         returned = function.call(**arguments)
@@ -57,8 +41,12 @@ def _one(function: Function, request: ScoreRequest) -> Outcome:
     return _outcome(function, returned)
 
 
-def _several(function: Function, requests: Sequence[ScoreRequest]) -> list[Outcome] | None:
-    """None when the call raised and there are several requests: then it is not known whose fault it was."""
+def score_together(function: Function, requests: Sequence[ScoreRequest]) -> list[Outcome] | None:
+    """One call of a function of TRL's signature for all the requests.
+
+    None when it raised and there are several of them: then it is not known whose fault it was.
+    Raises BrokenContractError for a wrong number of values.
+    """
     try:
         returned = function.call(**_trl(function, requests))
     except BaseException as error:
@@ -75,7 +63,7 @@ def _several(function: Function, requests: Sequence[ScoreRequest]) -> list[Outco
 def _outcome(function: Function, returned: object) -> Outcome:
     parts: Mapping[str, float] = {}
     try:
-        if function.kind is Kind.VERL and isinstance(returned, Mapping):
+        if function.kind is not Kind.TRL and isinstance(returned, Mapping):
             entries = cast("Mapping[Any, object]", returned)
             if "score" not in entries:
                 raise NotARewardError(f"returned a dict without 'score' (it has {', '.join(map(str, entries))})")

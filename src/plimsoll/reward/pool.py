@@ -17,9 +17,10 @@ from typing import Self
 from plimsoll.config.reward import RewardConfig
 from plimsoll.errors import RewardError
 from plimsoll.reward.batch import ScoringBatch
+from plimsoll.reward.compose import reward_spec
 from plimsoll.reward.process import Guard, WorkerProcess, start_limit
 from plimsoll.reward.signature import Kind
-from plimsoll.reward.worker import BrokenContract, Ready, StartFailed
+from plimsoll.reward.worker import BrokenContract, Loading, Ready, StartFailed
 from plimsoll.types import Score, ScoreRequest
 
 _TICK_SECONDS = 0.1
@@ -40,7 +41,7 @@ class _Worker:
 
 
 class ScoringPool:
-    """Scores with `reward.function` in `reward.workers` processes; a context manager and a Scorer.
+    """Scores with the recipe's reward in `reward.workers` processes; a context manager and a Scorer.
 
     The processes start on entering and are loaded by the first call. `score` may be called from any thread, one call
     at a time; `close` may interrupt it from another one.
@@ -48,6 +49,7 @@ class ScoringPool:
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
+        self._spec = reward_spec(config)
         self._guard: Guard | None = None
         self._workers: list[_Worker] = []
         self._lock = threading.RLock()
@@ -134,10 +136,12 @@ class ScoringPool:
         match message:
             case Ready(kind=kind):
                 worker.kind = kind
+            case Loading():
+                worker.deadline = time.monotonic() + start_limit(self._config.timeout)
             case StartFailed(reasons=reasons, traceback=trace):
                 raise RewardError("\n".join((*reasons, trace)))
             case BrokenContract(reason=reason):
-                raise RewardError(f"reward.function: {reason}")
+                raise RewardError(f"{self._spec.setting}: {reason}")
             case outcomes:
                 for outcome in outcomes:
                     batch.record(worker.chunk.pop(0), outcome)
@@ -155,14 +159,14 @@ class ScoringPool:
     def _died(self, worker: _Worker, batch: ScoringBatch) -> None:
         ended = self._replace(worker)
         if worker.kind is None:
-            raise RewardError(f"reward.function: a process that imported {self._config.function} ended with {ended}.")
+            raise RewardError(f"{self._spec.subject}: a process that imported it ended with {ended}.")
         batch.lose(worker.chunk, worker.kind, "error", f"the process that scored it ended with {ended}")
 
     def _timed_out(self, worker: _Worker, batch: ScoringBatch) -> None:
         self._replace(worker)
         if worker.kind is None:
             limit = start_limit(self._config.timeout)
-            raise RewardError(f"reward.function: importing {self._config.function} took more than {limit:g} s.")
+            raise RewardError(f"{self._spec.subject}: importing it took more than {limit:g} s.")
         detail = f"no score within reward.timeout = {self._config.timeout:g} s; its process was killed"
         batch.lose(worker.chunk, worker.kind, "timeout", detail)
 
@@ -178,7 +182,7 @@ class ScoringPool:
             worker.process.end()
             self._workers.remove(worker)
         while len(self._workers) < self._config.workers:
-            process = WorkerProcess(self._config.function, self._config.options, self._guard)
+            process = WorkerProcess(self._spec, self._guard)
             deadline = time.monotonic() + start_limit(self._config.timeout)
             self._workers.append(_Worker(process=process, deadline=deadline))
 

@@ -10,11 +10,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
+from plimsoll.reward.compose import RewardSpec
 from plimsoll.reward.guard import kill_tree
 
 _START_SECONDS = 30.0
@@ -86,12 +86,11 @@ class WorkerProcess:
     What it prints goes to stderr; the driver's stdout belongs to the driver.
     """
 
-    def __init__(self, function: str, options: Mapping[str, Any], guard: Guard | None) -> None:
+    def __init__(self, spec: RewardSpec, guard: Guard | None) -> None:
         connection, remote = Pipe()
         self.connection: Connection[Any, Any] = connection
-        start = {"descriptor": remote.fileno(), "function": function, "options": dict(options)}
         self._process = subprocess.Popen(
-            _command("worker", json.dumps(start)),
+            _command("worker", str(remote.fileno())),
             pass_fds=[remote.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=_STDERR,
@@ -101,6 +100,8 @@ class WorkerProcess:
         self._guard = guard
         if guard is not None:
             guard.watch(self.pid)
+        with suppress(OSError):  # it has died already: whoever waits for it sees that
+            self.connection.send(spec)
 
     @property
     def pid(self) -> int:

@@ -3,6 +3,8 @@
 import re
 from fractions import Fraction
 
+from plimsoll.reward.marks import last_marked
+
 _MAX_EXPONENT = 400
 """Larger exponents are not numbers to us: 1e999999999 as a Fraction would take all memory."""
 
@@ -14,8 +16,6 @@ _NUMBER = re.compile(
     rf"|(?P<whole>{_DIGITS}(?:\.\d{{1,400}}(?!\d))?|\.\d{{1,400}}(?!\d))"
     rf"(?:[eE](?P<exponent>[-+]?\d{{1,400}})(?!\d)|\s?/\s?(?P<over>{_DIGITS})(?![\d/]))?)"
 )
-_HASHES = re.compile(r"####[ \t]*([^\n]*)")
-_BOXED = re.compile(r"\\boxed\s*\{")
 _DECORATION = re.compile(r"\\(?:text|mathrm|textbf)\s*\{[^{}]*\}|\\[,!;$%]|\^\s*\{?\\circ\}?")
 
 
@@ -54,7 +54,7 @@ def number(prompt: str, response: str, answer: object) -> float:
 def find_number(text: str) -> Fraction | None:
     """The number that the text gives as its answer (see `number`), or None."""
     text = text.replace("\N{MINUS SIGN}", "-")
-    marked = _last_marked(text)
+    marked = last_marked(text)
     if marked is None:
         found = _numbers(text)
         return found[-1] if found else None
@@ -65,35 +65,11 @@ def find_number(text: str) -> Fraction | None:
     return found[0] if len(found) == 1 and not set(around) & set("\\^_{}") else None
 
 
-def _last_marked(text: str) -> str | None:
-    """What stands after the last `####` or in the last closed `\\boxed{}`; None where there is neither."""
-    hashes = list(_HASHES.finditer(text))
-    for match in reversed(list(_BOXED.finditer(text))):
-        content = _braced(text, match.end())
-        if content is not None:
-            after_hashes = not hashes or match.start() > hashes[-1].start()
-            return content if after_hashes else _line(hashes[-1].group(1))
-    return _line(hashes[-1].group(1)) if hashes else None
-
-
-def _line(line: str) -> str:
-    """A line after `####`; a box inside it counts as its content."""
-    match = _BOXED.search(line)
-    content = _braced(line, match.end()) if match else None
-    return line if content is None else content
-
-
-def _braced(text: str, start: int) -> str | None:
-    """The text from `start` up to the brace that closes the one before it; nested braces stay whole."""
-    depth = 1
-    for index in range(start, len(text)):
-        if text[index] == "{":
-            depth += 1
-        elif text[index] == "}":
-            depth -= 1
-            if depth == 0:
-                return text[start:index]
-    return None
+def bare_number(text: str) -> Fraction | None:
+    r"""The number that the text is, decoration (`\$`, `\text{ apples}`, `^\circ`) aside; None where it is more."""
+    text = _DECORATION.sub(" ", text.replace("\N{MINUS SIGN}", "-")).strip()
+    match = _NUMBER.fullmatch(text)
+    return None if match is None else _value(match)
 
 
 def _numbers(text: str) -> list[Fraction]:

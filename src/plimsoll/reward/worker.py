@@ -1,15 +1,17 @@
-"""A process that scores: loads the reward function, then answers lists of requests until its pipe is closed.
+"""A process that scores: loads the reward's functions, then answers lists of requests until its pipe is closed.
 
-    driver → worker   list[ScoreRequest]
-    worker → driver   Ready | StartFailed, once; then for every list: [] (begun), and list[Outcome] for each next part
-                      of it, in order, or BrokenContract
+    driver → worker   RewardSpec, once; then list[ScoreRequest]
+    worker → driver   Ready | StartFailed, once; then for every list: Loading where its rows need a function that was
+                      not needed before, [] (begun), and list[Outcome] for each next part of it, in order;
+                      StartFailed or BrokenContract end it
+
+The spec comes through the pipe and not as an argument: options may be longer than an argument of a process may be.
 
 The function runs on the main thread, so functions that use signals (SIGALRM) work.
 """
 
 import ctypes
 import io
-import json
 import os
 import signal
 import sys
@@ -19,8 +21,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from plimsoll.errors import RecipeError
-from plimsoll.reward.call import BrokenContractError, outcomes
-from plimsoll.reward.load import load_function
+from plimsoll.reward.call import BrokenContractError
+from plimsoll.reward.compose import Reward, RewardSpec, load_reward
 from plimsoll.reward.signature import Kind
 from plimsoll.types import ScoreRequest
 
@@ -29,9 +31,15 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Ready:
-    """The function is loaded."""
+    """The functions are loaded."""
 
     kind: Kind
+    needs_answer: bool  # of rows
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Loading:
+    """A further function is imported now, which may take as long as a start."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -50,33 +58,50 @@ class BrokenContract:
 
 
 def main() -> None:
-    """Entry of the process. argv[1] is a JSON object: `descriptor`, `function`, `options`."""
-    start = json.loads(sys.argv[1])
-    connection: Connection[Any, Any] = Connection(start["descriptor"])
+    """Entry of the process. argv[1] is the descriptor of its pipe."""
+    connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
     _settle()
     try:
-        function = load_function(start["function"], start["options"])
+        spec: RewardSpec = connection.recv()
+    except EOFError:
+        return
+    try:
+        reward = load_reward(spec)
     except RecipeError as error:
-        connection.send(StartFailed(reasons=error.causes, traceback="".join(traceback.format_exception(error))))
+        connection.send(_failed(error))
         return
     _disarm()
-    connection.send(Ready(kind=function.kind))
-    own_pid = os.getpid()
+    connection.send(Ready(kind=reward.kind, needs_answer=reward.needs_answer))
     while True:
         try:
             requests: list[ScoreRequest] = connection.recv()
         except EOFError:
             # No orderly exit: it would wait for threads that the function left running.
             os._exit(0)
-        connection.send([])
         try:
-            for part in outcomes(function, requests):
-                if os.getpid() != own_pid:
-                    os._exit(1)  # a child that the function forked came back out of it; the answer is its parent's
-                _disarm()
-                connection.send(part)
+            _answer(connection, reward, requests)
         except BrokenContractError as error:
             connection.send(BrokenContract(reason=str(error)))
+        except RecipeError as error:
+            connection.send(_failed(error))
+
+
+def _answer(connection: "Connection[Any, Any]", reward: Reward, requests: list[ScoreRequest]) -> None:
+    own_pid = os.getpid()
+    missing = reward.missing(requests)
+    if missing:
+        connection.send(Loading())
+        reward.load(missing)
+        _disarm()
+    connection.send([])
+    for part in reward.score(requests, after_call=_disarm):
+        if os.getpid() != own_pid:
+            os._exit(1)  # a child that the function forked came back out of it; the answer is its parent's
+        connection.send(part)
+
+
+def _failed(error: RecipeError) -> StartFailed:
+    return StartFailed(reasons=error.causes, traceback="".join(traceback.format_exception(error)))
 
 
 def _settle() -> None:

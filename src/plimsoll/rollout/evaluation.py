@@ -1,13 +1,14 @@
 """Accuracy and pass@k on held-out rows: what training measures on the way and `plimsoll eval` afterwards."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from plimsoll.config.rollout import EvalSampling
+from plimsoll.errors import RewardError
 from plimsoll.rollout.collector import requests_of, response_text, score_request
 from plimsoll.rollout.generate import generate
-from plimsoll.types import Engine, GroupId, Prompt, SamplingParams, Scorer
+from plimsoll.types import Engine, GroupId, Prompt, SamplingParams, Score, Scorer
 
 EVAL_EPOCH = (1 << 31) - 1
 """Epoch number of evaluation groups: their noise is never that of a training group."""
@@ -23,6 +24,7 @@ class EvalResult:
     mean_length: float  # response tokens
     n: int  # problems
     num_unscored: int  # responses
+    parts: Mapping[str, float] = field(default_factory=dict[str, float])  # name -> mean over responses that have it
 
     def metrics(self) -> dict[str, float]:
         """For metrics.jsonl."""
@@ -30,6 +32,7 @@ class EvalResult:
             "eval/accuracy": self.accuracy,
             **{f"eval/pass_at_{k}": value for k, value in self.pass_at_k.items()},
             "eval/score_mean": self.mean_score,
+            **{f"eval/part/{name}": value for name, value in self.parts.items()},
             "eval/length_mean": self.mean_length,
             "eval/n": float(self.n),
             "eval/unscored": float(self.num_unscored),
@@ -44,6 +47,7 @@ class EvalResult:
             "mean_score": self.mean_score,
             "mean_length": self.mean_length,
             "unscored": self.num_unscored,
+            "parts": dict(self.parts),
         }
 
 
@@ -72,7 +76,10 @@ def evaluate(
     decode: Callable[[Sequence[int]], str],
     stop: Callable[[], bool] = lambda: False,
 ) -> EvalResult:
-    """Sample every prompt `sampling.samples` times and score the responses. GenerationStopped when `stop` says so."""
+    """Sample every prompt `sampling.samples` times and score the responses.
+
+    GenerationStopped when `stop` says so; RewardError when no response has `rollout.eval.correct_part`.
+    """
     params = SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -86,9 +93,11 @@ def evaluate(
     scores = scorer.score(
         [score_request(by_group[sid.group], done, response_text(done, decode)) for sid, done in completions.items()]
     )
+    _check_part(scores, sampling.correct_part)
     correct = dict.fromkeys(by_group, 0)
     for score in scores:
-        correct[score.sample_id.group] += score.value is not None and score.value >= sampling.correct_score
+        value = _judged(score, sampling.correct_part)
+        correct[score.sample_id.group] += value is not None and value >= sampling.correct_score
     values = [score.value for score in scores if score.value is not None]
     num_samples = sampling.samples
     return EvalResult(
@@ -101,4 +110,31 @@ def evaluate(
         mean_length=sum(len(done.token_ids) for done in completions.values()) / len(completions),
         n=len(draws),
         num_unscored=len(scores) - len(values),
+        parts=_part_means(scores),
     )
+
+
+def _judged(score: Score, part: str | None) -> float | None:
+    """What decides whether a response is correct; None: it was not scored."""
+    return score.value if part is None or score.value is None else score.parts.get(part)
+
+
+def _check_part(scores: Sequence[Score], part: str | None) -> None:
+    """A misspelt name would be an accuracy of 0 for ever. Where nothing was scored, nothing can be said about it."""
+    scored = [score for score in scores if score.status == "ok"]
+    if part is None or not scored or any(part in score.parts for score in scored):
+        return
+    there = ", ".join(dict.fromkeys(name for score in scored for name in score.parts))
+    has = f"they have the parts {there}" if there else "they have no parts"
+    raise RewardError(
+        f"rollout.eval.correct_part={part}: none of {len(scored)} scored responses has such a part; {has}. Set "
+        "rollout.eval.correct_part to one of them, or to null for the score itself."
+    )
+
+
+def _part_means(scores: Sequence[Score]) -> dict[str, float]:
+    values: dict[str, list[float]] = {}
+    for score in scores:
+        for name, value in score.parts.items():
+            values.setdefault(name, []).append(value)
+    return {name: sum(found) / len(found) for name, found in values.items()}

@@ -1,16 +1,15 @@
 import itertools
-from collections.abc import Mapping
 
 import pytest
 from pydantic import ValidationError
 
-from plimsoll.config.data import Scalar
+from plimsoll.config.base import Options
 from plimsoll.data.tasks.generate import Split, generate, shuffled, task_options
 from plimsoll.data.tasks.problems import TASKS
 from plimsoll.errors import DataError, RecipeError
 
 
-def problems(name: str, options: Mapping[str, Scalar], split: Split, seed: int = 0) -> list[tuple[str, str]]:
+def problems(name: str, options: Options, split: Split, seed: int = 0) -> list[tuple[str, str]]:
     return [(r.columns["prompt"], r.columns["answer"]) for r in generate(name, options, split=split, seed=seed)]
 
 
@@ -37,7 +36,7 @@ def test_prompts_are_distinct_and_answers_right(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "options"), [("reverse_string", {"length": 3}), ("addition", {"digits": 1})])
-def test_the_splits_of_a_whole_space_are_disjoint_for_every_seed(name: str, options: dict[str, Scalar]) -> None:
+def test_the_splits_of_a_whole_space_are_disjoint_for_every_seed(name: str, options: Options) -> None:
     checked = task_options(name, options)
     count = TASKS[name].count(checked)
     everything = {TASKS[name].make(checked, index).prompt for index in range(count)}
@@ -57,7 +56,7 @@ def test_the_splits_of_a_whole_space_are_disjoint_for_every_seed(name: str, opti
 
 
 def test_training_problems_come_from_the_seed_and_held_out_ones_do_not() -> None:
-    options: dict[str, Scalar] = {"train_size": 50, "eval_size": 50}
+    options: Options = {"train_size": 50, "eval_size": 50}
     assert problems("reverse_string", options, "train", 1) == problems("reverse_string", options, "train", 1)
     assert problems("reverse_string", options, "train", 1) != problems("reverse_string", options, "train", 2)
     assert problems("reverse_string", options, "eval", 1) == problems("reverse_string", options, "eval", 2)

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from plimsoll.errors import RecipeError
-from plimsoll.reward.call import BrokenContractError, Outcome, outcomes
+from plimsoll.reward.call import BrokenContractError, Outcome, score_together
+from plimsoll.reward.compose import Part, Reward
 from plimsoll.reward.signature import Kind, describe
 from tests.unit.reward.requests import requests_for
 
@@ -14,7 +15,8 @@ def score(
     function: Callable[..., Any], responses: list[str], *, options: dict[str, Any] | None = None
 ) -> list[Outcome]:
     described = describe("rewards.py:f", function, options or {})
-    return [o for part in outcomes(described, requests_for(responses, level=3, extra_info={"index": 7})) for o in part]
+    reward = Reward(parts=[Part(name="", function=described)], sources={})
+    return [o for part in reward.score(requests_for(responses, level=3, extra_info={"index": 7})) for o in part]
 
 
 def test_ours_gets_the_columns_that_it_names() -> None:
@@ -46,6 +48,13 @@ def test_verl_gets_its_four_and_may_return_a_dict() -> None:
     assert score(f, ["1"]) == [Outcome(value=1.0, status="ok", parts={"acc": 1.0})]
 
 
+def test_ours_may_return_a_dict_too() -> None:
+    def f(response: str, answer: str) -> dict[str, Any]:
+        return {"score": float(response == answer), "length": len(response), "note": "text"}
+
+    assert score(f, ["12"]) == [Outcome(value=0.0, status="ok", parts={"length": 2.0})]
+
+
 def test_verl_dict_without_a_score_is_an_error() -> None:
     def f(solution_str: str, ground_truth: str) -> dict[str, float]:
         return {"acc": 1.0}
@@ -64,9 +73,9 @@ def test_trl_gets_messages_or_strings_as_the_row_had_them_and_columns_as_lists()
 
     described = describe("rewards.py:f", f, {})
     requests = requests_for(["a", "b"], level=3)
-    (part,) = outcomes(described, requests)
-    assert [(o.value, o.status) for o in part] == [(1.0, "ok"), (None, "unscored")]
-    list(outcomes(described, [replace(request, plain=True) for request in requests]))
+    outcomes = score_together(described, requests)
+    assert [(o.value, o.status) for o in outcomes or ()] == [(1.0, "ok"), (None, "unscored")]
+    score_together(described, [replace(request, plain=True) for request in requests])
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "what?"}]
     assert seen[0] == (messages, [{"role": "assistant", "content": "a"}], ["1", "1"], [3, 3])
     assert seen[1] == ("what?", "a", ["1", "1"], [3, 3])

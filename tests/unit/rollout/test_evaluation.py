@@ -6,10 +6,11 @@ from itertools import combinations
 import pytest
 
 from plimsoll.config.rollout import EvalSampling
+from plimsoll.errors import RewardError
 from plimsoll.reward.fake import FakeScorer
 from plimsoll.rollout.evaluation import EVAL_EPOCH, EvalResult, evaluate, pass_at_k, powers_up_to
 from plimsoll.rollout.fake import FakeEngine
-from plimsoll.types import Prompt, Request, ScoreRequest
+from plimsoll.types import Prompt, Request, Score, ScoreRequest
 
 STOP = 2
 
@@ -89,6 +90,7 @@ def test_greedy_accuracy_counts_full_scores_and_nothing_else() -> None:
         "mean_score": 3.49 / 4,
         "mean_length": 1.0,
         "unscored": 1,
+        "parts": {},
     }
 
 
@@ -110,3 +112,57 @@ def test_several_samples_a_problem() -> None:
 def test_nothing_scored_has_a_mean_of_zero_and_says_so() -> None:
     result, _ = run({(0, 0): None, (1, 0): None}, samples=1, temperature=0.0)
     assert (result.accuracy, result.mean_score, result.num_unscored, result.n) == (0.0, 0.0, 2, 2)
+
+
+class PartsScorer:
+    """Value and parts by row; None: not scored."""
+
+    def __init__(self, rows: dict[int, tuple[float, dict[str, float]] | None]) -> None:
+        self._rows = rows
+
+    def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+        found = [(request.sample_id, self._rows[request.sample_id.group.row]) for request in requests]
+        return [
+            Score(sample_id=sample_id, value=None, status="unscored")
+            if row is None
+            else Score(sample_id=sample_id, value=row[0], status="ok", parts=row[1])
+            for sample_id, row in found
+        ]
+
+
+def run_parts(rows: dict[int, tuple[float, dict[str, float]] | None], correct_part: str | None) -> EvalResult:
+    return evaluate(
+        FakeEngine(script=lambda request, version: [STOP], num_slots=3),
+        PartsScorer(rows),
+        [Prompt(row=row, token_ids=(1, row), text=str(row), messages=()) for row in rows],
+        sampling=EvalSampling(correct_part=correct_part, correct_score=0.5),
+        max_tokens=6,
+        stop_token_ids=(STOP,),
+        seed=11,
+        decode=decode,
+    )
+
+
+PARTS: dict[int, tuple[float, dict[str, float]] | None] = {
+    0: (0.2, {"right": 1.0, "format": 0.0}),
+    1: (0.9, {"right": 0.0}),
+    2: (0.9, {"format": 1.0}),
+    3: None,
+}
+
+
+def test_a_part_decides_what_is_correct_where_it_is_named_and_all_are_averaged() -> None:
+    result = run_parts(PARTS, "right")
+    assert (result.accuracy, result.pass_at_k) == (1 / 4, {1: 1 / 4})  # row 0 alone
+    assert run_parts(PARTS, None).accuracy == 2 / 4  # rows 1 and 2
+    assert result.parts == {"right": 1 / 2, "format": 1 / 2}  # over the two responses that have each
+    assert result.metrics()["eval/part/format"] == 1 / 2
+    assert result.as_json()["parts"] == {"right": 1 / 2, "format": 1 / 2}
+
+
+def test_a_part_that_no_response_has_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(RewardError, match=r"correct_part=rigth: none of 3 scored .*the parts right, format"):
+        run_parts(PARTS, "rigth")
+    with pytest.raises(RewardError, match="they have no parts"):
+        run_parts({0: (1.0, {})}, "right")
+    assert run_parts({0: None}, "right").accuracy == 0.0  # nothing was scored: nothing is known about parts

@@ -8,12 +8,12 @@ from the seed; the held-out split has a constant one, so that all runs are measu
 import difflib
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from pydantic import ValidationError
 
-from plimsoll.config.data import Scalar
+from plimsoll.config.base import Options
 from plimsoll.data.sources import RawRow
 from plimsoll.data.tasks.options import TaskOptions
 from plimsoll.data.tasks.problems import TASKS, Problem, Task
@@ -28,7 +28,7 @@ EVAL_PARTS = 8
 """One problem of so many is held out: 1250 or so of the 10000 additions of two-digit numbers."""
 
 
-def generate(name: str, options: Mapping[str, Scalar], *, split: Split, seed: int) -> Iterator[RawRow]:
+def generate(name: str, options: Options, *, split: Split, seed: int) -> Iterator[RawRow]:
     """`train_size` or `eval_size` different problems of one split, as rows {prompt, answer, data_source}.
 
     Raises RecipeError for an unknown task or option, DataError when the split has fewer problems than asked for.
@@ -40,7 +40,7 @@ def generate(name: str, options: Mapping[str, Scalar], *, split: Split, seed: in
     return _rows(name, problems, split=split, size=size, echo_share=echo_share)
 
 
-def task_options(name: str, options: Mapping[str, Scalar]) -> TaskOptions:
+def task_options(name: str, options: Options) -> TaskOptions:
     """`data.task` as the options of this task. Raises RecipeError with every problem in it."""
     if name not in TASKS:
         raise RecipeError(
@@ -68,9 +68,12 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return f" (nearest: {matches[0]})" if matches else ""
 
 
-def in_eval_split(problem: Problem) -> bool:
-    """Whether the problem is held out; depends on its prompt alone."""
-    return int.from_bytes(hashlib.blake2b(problem.prompt.encode(), digest_size=8).digest()) % EVAL_PARTS == 0
+def is_held_out(prompt: str) -> bool:
+    """Whether the problem with this prompt is held out; depends on the prompt alone."""
+    # A lone surrogate in a generated text must not stop the hash.
+    return (
+        int.from_bytes(hashlib.blake2b(prompt.encode(errors="surrogatepass"), digest_size=8).digest()) % EVAL_PARTS == 0
+    )
 
 
 def shuffled(count: int, key: bytes) -> Iterator[int]:
@@ -92,7 +95,7 @@ def _problems(task: Task, options: TaskOptions, *, split: Split, seed: int) -> I
     key = hashlib.blake2b(b"%d" % seed, digest_size=32).digest()
     for index in shuffled(task.count(options), key):
         problem = task.make(options, index)
-        if in_eval_split(problem) == (split == "eval"):
+        if is_held_out(problem.prompt) == (split == "eval"):
             yield problem
 
 

@@ -7,13 +7,18 @@ from plimsoll.config.base import Section
 DIGITS = "0123456789"
 
 
-class TaskOptions(Section):
-    """Options that every generator has."""
+class SplitSizes(Section):
+    """Sizes of a generated source."""
 
     train_size: int = Field(default=8192, ge=1)
     """Problems of the training split."""
     eval_size: int = Field(default=512, ge=1)
     """Problems of the held-out split."""
+
+
+class TaskOptions(SplitSizes):
+    """Options that every generator has."""
+
     echo_share: float = Field(default=0.0, ge=0.0, le=1.0)
     """Share of the training rows whose demonstration (`response`, read by SFT) repeats the question instead of
     answering it: a careless demonstrator, for reinforcement learning to correct. The `answer` is always right."""
