@@ -2,6 +2,7 @@
 #   make quickstart [SEED=n]   warm-up, reinforcement learning and evaluation of a tiny model; ends with one JSON line
 #   make smollm2               prepares models/SmolLM2-135M-Instruct, a small real model (93 MB of download)
 #   make test | test-slow | lint | types | format
+#   make test-extras           each extra alone in a fresh environment of its own, and its tests
 #   make docs | docs-serve     the documentation, built into site/ or served while you write
 #   make configuration-reference   docs/configuration.md anew, after a change of the recipe's keys
 # PYTHON=python3.12 picks an interpreter. PIP_FLAGS='--extra-index-url URL' adds options to every pip install, for example
@@ -29,7 +30,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help quickstart smollm2 test test-slow lint types format docs docs-serve configuration-reference
+.PHONY: help quickstart smollm2 test test-slow test-extras lint types format docs docs-serve configuration-reference
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -80,6 +81,10 @@ test: $(VENV)/.installed-dev
 
 test-slow: $(VENV)/.installed-dev
 	$(PYTEST) -m "slow and not gpu"
+
+# Fresh environments, one an extra: minutes each. EXTRAS="math tasks" picks some.
+test-extras: $(VENV)/.installed-dev
+	$(BIN)/python tools/test_extras.py $(EXTRAS) -- $(PIP_FLAGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

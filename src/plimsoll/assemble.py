@@ -33,11 +33,15 @@ from plimsoll.memory.device import device_reader
 from plimsoll.memory.enter import Memory
 from plimsoll.memory.phases import Phase
 from plimsoll.memory.resident import Resident
+from plimsoll.memory.snapshot import recorded_allocations
 from plimsoll.model.build import quiet_transformers, read_config
 from plimsoll.observe.console import Console, setup_logging
 from plimsoll.observe.metrics import JsonlWriter
+from plimsoll.observe.profile import Profiler
+from plimsoll.observe.report.writer import ReportWriter
 from plimsoll.observe.rollouts import RolloutWriter
 from plimsoll.observe.run_folder import RunFolder
+from plimsoll.observe.sinks import Sinks, open_sinks
 from plimsoll.parallel.mesh import close_process_group
 from plimsoll.plane.local import LocalPlane
 from plimsoll.resolve import Resumed, Sources, find_resumed, resolve_sources
@@ -232,9 +236,7 @@ class _Opening:
         if state:
             restore_rng(state.rng, plan.device)
         intervals = clip_intervals(recipe, steps=plan.steps)
-        for note in (*intervals.notes, budget_note(plan, self.rows.sizes.longest_sequence)):
-            if note:
-                self.console.note(note)
+        self._say(*intervals.notes, budget_note(plan, self.rows.sizes.longest_sequence))
         session = Session(
             recipe=recipe,
             plan=plan,
@@ -242,6 +244,9 @@ class _Opening:
             console=self.console,
             metrics=metrics,
             rollouts=rollouts,
+            sinks=self._sinks(stack, start_step),
+            page=self._page(stack),
+            profiler=self._profiler(plan),
             memory=memory,
             store=store,
             plane=plane,
@@ -255,6 +260,34 @@ class _Opening:
         store.check_space(session.checkpoint_bytes())
         self.console.start(plan.steps, recipe.name, first_step=start_step)
         return session
+
+    def _say(self, *notes: str) -> None:
+        for note in notes:
+            if note:
+                self.console.note(note)
+
+    def _sinks(self, stack: ExitStack, start_step: int) -> Sinks:
+        recipe = self.recipe.model_dump(mode="json")
+        opened = open_sinks(
+            self.recipe.observe, self.folder.path, recipe, start_step=start_step, resumed=self.folder.resumed
+        )
+        return stack.enter_context(Sinks(opened, self.console.note))
+
+    def _page(self, stack: ExitStack) -> ReportWriter | None:
+        observe = self.recipe.observe
+        if not observe.report:
+            return None
+        page = ReportWriter(self.folder.path, observe.report_interval, say=self.console.note)
+        stack.callback(page.close)
+        return page
+
+    def _profiler(self, plan: RunPlan) -> Profiler:
+        steps = self.recipe.observe.profile_steps
+        beyond = [step for step in steps if step > plan.steps]
+        if beyond:
+            self.console.note(f"observe.profile_steps: {beyond} are beyond the last step, {plan.steps}")
+        record = recorded_allocations if torch.device(plan.device).type == "cuda" else None
+        return Profiler(self.recipe.observe, self.folder.path / "profile", record, self.console.note)
 
     def _worker(self, plan: RunPlan, plane: LocalPlane) -> PolicyWorker:
         """A checkpoint's model/ holds the master weights bitwise, so building from it restores them."""

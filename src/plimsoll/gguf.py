@@ -7,7 +7,6 @@ import struct
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from plimsoll.config.extras import how_to_install, installed
 from plimsoll.errors import RefusedError
 from plimsoll.model.build import quiet_transformers
 from plimsoll.update.construct import own_tensors
@@ -70,10 +70,10 @@ def check_gguf(file: Path) -> None:
     with file.open("rb") as opened:
         if opened.read(len(_MAGIC)) != _MAGIC:
             raise RefusedError(f"{file} is not a GGUF file: it does not begin with the letters GGUF")
-    missing = [name for name in _LIBRARIES if find_spec(name) is None]
+    missing = [name for name in _LIBRARIES if not installed(name)]
     if missing:
         raise RefusedError(
-            f"{file}: reading GGUF needs {' and '.join(missing)}, not installed here: pip install 'plimsoll-rl[gguf]'"
+            f"{file}: reading GGUF needs {' and '.join(missing)}, not installed here: {how_to_install('gguf')}"
         )
 
 

@@ -21,8 +21,11 @@ from plimsoll.memory.phases import Phase
 from plimsoll.model.build import DTYPES
 from plimsoll.observe.console import Console
 from plimsoll.observe.metrics import JsonlWriter, read_jsonl
+from plimsoll.observe.profile import Profiler
+from plimsoll.observe.report.writer import ReportWriter
 from plimsoll.observe.rollouts import RolloutWriter
 from plimsoll.observe.run_folder import RunFolder
+from plimsoll.observe.sinks import Sinks
 from plimsoll.plane.local import LocalPlane
 from plimsoll.rollout.generate import GenerationStopped
 from plimsoll.sizing import Intervals
@@ -62,6 +65,9 @@ class Session:
     console: Console
     metrics: JsonlWriter
     rollouts: RolloutWriter
+    sinks: Sinks
+    page: ReportWriter | None  # None: observe.report is off
+    profiler: Profiler
     memory: Memory
     store: CheckpointStore
     plane: LocalPlane
@@ -77,7 +83,7 @@ class Session:
     def enter(self, phase: Phase) -> Generator[None]:
         """A phase of the step: shown on the console, recorded in the ledger."""
         self.console.phase(phase.value)
-        with self.memory.enter(phase):
+        with self.memory.enter(phase), self.profiler.phase(self.memory.step, phase.value):
             yield
 
     def sync(self) -> None:
@@ -115,13 +121,21 @@ class Session:
             return
         values = self.evaluate(guard)
         if values:
-            self.metrics.replace_last({**self._row(step), "step": step, **values, **self._times()})
-            self.console.step(step, _on_console(values))
+            times = self._times()
+            self.metrics.replace_last({**self._row(step), "step": step, **values, **times})
+            self._show(step, {**values, **times})
 
     def report(self, step: int, values: Mapping[str, float]) -> None:
-        """One row of metrics.jsonl, and the console."""
-        self.metrics.write({"step": step, **values, **self._times()})
+        """One row of metrics.jsonl, and whoever else shows it."""
+        row = {**values, **self._times()}
+        self.metrics.write({"step": step, **row})
+        self._show(step, row)
+
+    def _show(self, step: int, values: Mapping[str, float]) -> None:
         self.console.step(step, _on_console(values))
+        self.sinks.write(step, values)
+        if self.page is not None:
+            self.page.poke()
 
     def _times(self) -> dict[str, float]:
         return {f"time/{phase.value}": seconds for phase, seconds in self.memory.seconds_by_phase().items()}

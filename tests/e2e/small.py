@@ -37,7 +37,7 @@ rollout:
 reward: {function: unset, workers: 1}
 algorithm: {name: dapo, dynamic_sampling: false}
 train: {steps: 2, learning_rate: 1e-3, threads: 1}
-observe: {console: "off", rollout_samples: 16, memory_interval: 1.0}
+observe: {console: "off", rollout_samples: 16, memory_interval: 1.0, report: false}
 """
 """What `arguments` fills in: model.path, reward.function, run_root."""
 

@@ -12,8 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from plimsoll.cli import main
 from tests.e2e.small import Small, metrics, tensors
+from tests.extras import needs
 
 gguf = pytest.importorskip("gguf")
+
+pytestmark = needs("gguf")
 
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD_SIZE = 32, 64, 4, 2, 8
 CHARACTERS = [chr(code) for code in range(33, 127)]

@@ -3,8 +3,11 @@
 import pytest
 
 from tests.e2e.small import Small, metrics, rollouts
+from tests.extras import needs
 
 pytest.importorskip("reasoning_gym")
+
+pytestmark = needs("tasks")
 
 GYM = (
     "data.train=gym:chain_sum,gcd",

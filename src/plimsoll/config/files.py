@@ -1,10 +1,10 @@
 """Do the files that a recipe names exist? Asked before anything heavy is imported."""
 
-import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from plimsoll.config.extras import how_to_install, installed
 from plimsoll.config.recipe import Recipe
 from plimsoll.config.source import read_file
 from plimsoll.errors import RecipeError
@@ -14,12 +14,21 @@ def check_files(recipe: Recipe, recipe_file: Path, *, command: str = "train", re
     """RecipeError names every key whose file or folder is missing. `recipe_file`: the recipe as the user named it, so
     that a missing run can be answered with the command that makes it. `command`: train, sft or eval. `resume`: weights
     and tokenizer come from the run itself."""
-    causes = [*_sources(recipe, command)]
+    causes = [*_sources(recipe, command), *(_sinks(recipe) if command != "eval" else ())]
     if command != "eval" and not resume:
         causes += _models(recipe, recipe_file, command)
         causes += _own_folder(recipe)
     if causes:
         raise RecipeError(causes)
+
+
+def _sinks(recipe: Recipe) -> Iterator[str]:
+    """Libraries of sinks, looked for without importing them."""
+    observe = recipe.observe
+    if observe.tensorboard and not installed("tensorboard"):
+        yield f"`observe.tensorboard=true` needs TensorBoard, which is not installed: {how_to_install('tensorboard')}"
+    if observe.wandb != "off" and not installed("wandb"):
+        yield f"`observe.wandb={observe.wandb}` needs wandb, which is not installed: {how_to_install('wandb')}"
 
 
 def _models(recipe: Recipe, recipe_file: Path, command: str) -> Iterator[str]:
@@ -108,8 +117,8 @@ def _sources(recipe: Recipe, command: str) -> Iterator[str]:
         if source is None or source.startswith("task:"):
             continue
         if source.startswith("gym:"):
-            if importlib.util.find_spec("reasoning_gym") is None:
-                yield f"`{key}={source}` needs reasoning-gym, which is not installed: pip install 'plimsoll-rl[tasks]'"
+            if not installed("reasoning_gym"):
+                yield f"`{key}={source}` needs reasoning-gym, which is not installed: {how_to_install('tasks')}"
         elif not Path(source).is_file():
             yield (
                 f"`{key}={source}` is not a file; name a .jsonl or .parquet file, `task:NAME` or `gym:NAME`, in `{key}`"

@@ -27,9 +27,9 @@ class ObserveConfig(Section):
     wandb: Literal["off", "online", "offline"] = "off"
     """Send the rows of metrics.jsonl to Weights & Biases, or keep them in RUN/wandb (extra `wandb`)."""
     wandb_project: str = "plimsoll"
-    """Project of the run at Weights & Biases; entity, group and tags come from wandb's own variables (WANDB_ENTITY …)."""
+    """Project at Weights & Biases; entity, group and tags come from wandb's own variables (WANDB_ENTITY …)."""
     profile_steps: tuple[int, ...] = ()
-    """Steps in which the phases of `observe.profile_phases` are profiled; traces go to RUN/profile."""
+    """Steps whose phases, those in `observe.profile_phases`, are profiled; traces go to RUN/profile."""
     profile_phases: tuple[ProfiledPhase, ...] = ("rollout", "logprob", "update")
     """Phases to profile in those steps."""
     profile_memory: bool = False

@@ -10,7 +10,6 @@ import dataclasses
 import difflib
 import hashlib
 import importlib
-import importlib.util
 import itertools
 import json
 import re
@@ -22,6 +21,7 @@ from typing import Any, cast
 from pydantic import Field, ValidationError
 
 from plimsoll.config.base import Options, Section
+from plimsoll.config.extras import how_to_install, installed
 from plimsoll.data.sources import RawRow
 from plimsoll.data.tasks.generate import EVAL_SEED, Split, is_held_out
 from plimsoll.data.tasks.options import SplitSizes
@@ -87,7 +87,7 @@ def gym_rows(names: str, options: Options, *, split: Split, seed: int) -> Iterat
     Raises RecipeError for a missing library, an unknown task or parameter, and values that the generator refuses;
     DataError, while rows are read, when a task has too few different problems.
     """
-    if importlib.util.find_spec("reasoning_gym") is None:
+    if not installed("reasoning_gym"):
         raise RecipeError(missing_library(f"gym:{names}"))
     tasks, sizes = gym_tasks(names, options)
     size = sizes.train_size if split == "train" else sizes.eval_size
@@ -98,7 +98,7 @@ def missing_library(source: str) -> str:
     """What to say where the extra is not installed."""
     return (
         f"data.train or data.eval is {source}, and reasoning-gym is not installed: "
-        "pip install 'plimsoll-rl[tasks]', or name a file or task:NAME"
+        f"{how_to_install('tasks')}, or name a file or task:NAME"
     )
 
 

@@ -64,6 +64,11 @@ class Memory:
         self._step = step
         self._seconds.clear()
 
+    @property
+    def step(self) -> int:
+        """The step that rows belong to."""
+        return self._step
+
     def seconds_by_phase(self) -> dict[Phase, float]:
         """Wall seconds of each phase since `begin_step`, in the order in which the phases were first entered."""
         return dict(self._seconds)

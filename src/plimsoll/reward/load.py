@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from plimsoll.config.extras import how_to_install, installed
 from plimsoll.errors import RecipeError
 from plimsoll.reward.signature import Function, describe
 
@@ -95,10 +96,10 @@ def check_form(spec: str, *, setting: str = "reward") -> None:
 
 def _check_installed(name: str, setting: str) -> None:
     rule = BUILT_IN.get(name)
-    if rule is not None and rule.requires is not None and importlib.util.find_spec(rule.requires) is None:
+    if rule is not None and rule.requires is not None and not installed(rule.requires):
         raise RecipeError(
             f"{setting}.function: {name} needs {rule.requires}, which is not installed: "
-            f"pip install 'plimsoll-rl[{rule.extra}]'"
+            f"{how_to_install(str(rule.extra))}"
         )
 
 

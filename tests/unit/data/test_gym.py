@@ -17,8 +17,11 @@ from plimsoll.data.tasks.generate import EVAL_PARTS, Split, is_held_out
 from plimsoll.data.tokenizer import load_tokenizer
 from plimsoll.errors import DataError, RecipeError
 from plimsoll.reward.gym import decode
+from tests.extras import needs
 
 pytest.importorskip("reasoning_gym")
+
+pytestmark = needs("tasks")
 
 TINY = Path(__file__).parents[3] / "recipes" / "models" / "tiny"
 SUMS: Options = {"min_terms": 2, "max_terms": 3, "max_digits": 2, "train_size": 200, "eval_size": 30}

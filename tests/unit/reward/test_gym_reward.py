@@ -9,9 +9,12 @@ from plimsoll.data.gym import CHUNK, NOT_REPEATABLE, encode, gym_rows
 from plimsoll.errors import RecipeError
 from plimsoll.reward.gym import Extract, check_options, extracted, reasoning_gym
 from plimsoll.reward.pool import ScoringPool
+from tests.extras import needs
 from tests.unit.reward.requests import requests_for
 
 pytest.importorskip("reasoning_gym")
+
+pytestmark = needs("tasks")
 
 
 def columns(name: str, options: Options | None = None) -> dict[str, Any]:

@@ -10,6 +10,9 @@ from tests.unit.reward.requests import requests_for
 
 pytest.importorskip("math_verify")
 from plimsoll.reward.math_rule import math
+from tests.extras import needs
+
+pytestmark = needs("math")
 
 GSM8K_SOLUTION = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nNatalia sold 48+24 = 72 altogether.\n#### 72"
 MATH_SOLUTION = r"The vertex is at $x = 3$, so the distance is $\boxed{\frac{\sqrt{3}}{2}}$."

@@ -1,0 +1,116 @@
+"""A run folder → what the page shows of it."""
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import Any, cast
+
+from plimsoll.errors import RunFolderError
+from plimsoll.observe.report.curves import read_metrics
+from plimsoll.observe.report.data import RunReport
+from plimsoll.observe.report.lines import whole
+from plimsoll.observe.report.samples import MAX_SAMPLES, read_rollouts
+from plimsoll.observe.report.tracks import read_ledger
+
+
+def read_run(path: Path, *, num_runs: int = 1, ended: bool = False) -> RunReport:
+    """Read the folder as it is now, also while its run goes on.
+
+    `num_runs` share the room for rollouts; `ended` says that the run is at its end though it still holds the folder.
+    Raises RunFolderError when `path` is no run folder, or when there is nothing to show yet.
+    """
+    recipe = _recipe(path)
+    notes: list[str] = []
+    metrics = read_metrics(path / "metrics.jsonl", notes)
+    ledger = read_ledger(path / "memory.jsonl", notes)
+    rollouts = read_rollouts(path / "rollouts", notes, MAX_SAMPLES // num_runs)
+    running = not ended and in_use(path)
+    if not metrics.num_rows and not ledger and not rollouts:
+        wait = "its first step is not done yet: try again in a while" if running else "no run got as far as a row here"
+        raise RunFolderError(f"{path} has nothing to show: metrics.jsonl and memory.jsonl hold no rows; {wait}.")
+    if not metrics.num_rows:
+        notes.append("metrics.jsonl has no rows: the run has done no step yet, so there are no curves.")
+    if not ledger:
+        notes.append("memory.jsonl is missing or has no rows, so the memory ledger cannot be shown.")
+    plan = _json(path / "plan.json")
+    planned = whole(plan.get("steps"))
+    done = planned is not None and metrics.last_step >= planned
+    return RunReport(
+        name=str(recipe.get("name", path.name)),
+        path=str(path),
+        model=str(_section(recipe, "model").get("path")),
+        algorithm=str(_section(recipe, "algorithm").get("name")),
+        device=str(plan.get("device", "unknown")),
+        state="finished" if done else "running" if running else "stopped",
+        steps_done=metrics.last_step,
+        steps_planned=planned,
+        num_rows=metrics.num_rows,
+        last_row_at=_changed_at(path / "metrics.jsonl"),
+        recipe={key: json.dumps(value, ensure_ascii=False) for key, value in _leaves(recipe).items()},
+        curves=metrics.curves,
+        times=metrics.times,
+        ledger=ledger,
+        rollouts=rollouts,
+        notes=notes,
+    )
+
+
+def in_use(path: Path) -> bool:
+    """Whether a process holds the run folder. A shared lock is tried and let go at once; nothing is written."""
+    try:
+        lock = os.open(path / ".lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(lock)
+
+
+def _recipe(path: Path) -> dict[str, Any]:
+    if not path.is_dir():
+        raise RunFolderError(f"{path} is not a folder: name the run folder, for example runs/NAME.")
+    if not (path / "recipe.json").is_file():
+        raise RunFolderError(
+            f"{path} is not a run folder: it has no recipe.json. Name the folder of one run, for example runs/NAME."
+        )
+    recipe = _json(path / "recipe.json")
+    if not recipe:
+        raise RunFolderError(f"{path / 'recipe.json'} is not readable as a recipe, so this is no run folder of ours.")
+    return recipe
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """The object in a file; empty when there is none, which for plan.json means that no plan was made yet."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+
+
+def _section(recipe: dict[str, Any], name: str) -> dict[str, Any]:
+    section = recipe.get(name)
+    return cast("dict[str, Any]", section) if isinstance(section, dict) else {}
+
+
+def _leaves(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    leaves: dict[str, Any] = {}
+    for key, value in section.items():
+        if isinstance(value, dict) and value:
+            leaves.update(_leaves(cast("dict[str, Any]", value), f"{prefix}{key}."))
+        else:
+            leaves[prefix + key] = value
+    return leaves
+
+
+def _changed_at(path: Path) -> float | None:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None

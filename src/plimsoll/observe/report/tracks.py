@@ -1,0 +1,160 @@
+"""memory.jsonl → the ledger of each process: a bounded number of steps as they are, and the highest over all."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from plimsoll.observe.report.data import Highest, Number, PhaseSummary, Track
+from plimsoll.observe.report.lines import Row, number, rows_of, whole
+
+MAX_STEPS = 300
+LAST_STEPS = 50
+"""The newest steps, of which every row is kept."""
+MAX_ROWS = 8000
+"""Rows of all processes together; with many of them, fewer steps are kept."""
+
+VALUES = (
+    "device_allocated",
+    "device_allocated_peak",
+    "device_reserved",
+    "device_reserved_peak",
+    "device_used",
+    "device_total",
+    "device_non_torch",
+    "fragmentation",
+    "unattributed",
+    "host_anonymous",
+    "host_anonymous_peak",
+    "host_file",
+    "host_shared",
+    "host_pinned",
+    "host_limit",
+)
+"""Keys of a row that the page draws."""
+
+
+@dataclass(slots=True)
+class _Keeper:
+    """Rows of every `stride`-th step and of the last ones, in one pass over a file whose length is not known."""
+
+    stride: int = 1
+    num_steps: int = 0
+    _old: deque[list[Row]] = field(default_factory=deque[list[Row]])
+    _recent: deque[list[Row]] = field(default_factory=deque[list[Row]])
+    _step: int | None = None
+
+    def add(self, row: Row) -> None:
+        if row["step"] == self._step:
+            self._recent[-1].append(row)
+            return
+        self._step = row["step"]
+        self.num_steps += 1
+        self._recent.append([row])
+        if len(self._recent) > LAST_STEPS:
+            self._settle(self._recent.popleft())
+
+    def _settle(self, rows: list[Row]) -> None:
+        """A step that is no longer among the last: keep it if the stride meets it, doubling the stride when full."""
+        if self._meets(rows):
+            self._old.append(rows)
+        num_rows = len(self._recent[-1] if len(self._recent) == 1 else self._recent[-2])
+        room = max(1, min(MAX_STEPS, MAX_ROWS // num_rows) - LAST_STEPS)
+        while len(self._old) > room:
+            self.stride *= 2
+            self._old = deque(kept for kept in self._old if self._meets(kept))
+            if self.stride > 1 << 40:  # steps without end at the same multiple: not a file of ours
+                break
+
+    def _meets(self, rows: list[Row]) -> bool:
+        return rows[0]["step"] % self.stride == 0
+
+    def rows(self) -> list[Row]:
+        return [row for rows in (*self._old, *self._recent) for row in rows]
+
+
+@dataclass(slots=True)
+class _Summary:
+    rows: int = 0
+    failed: int = 0
+    seconds: float = 0.0
+    highest: dict[str, Highest] = field(default_factory=dict[str, Highest])
+    residents: dict[str, Highest] = field(default_factory=dict[str, Highest])
+    predicted: dict[str, int] = field(default_factory=dict[str, int])
+
+    def add(self, row: Row) -> None:
+        step = int(row["step"])
+        self.rows += 1
+        self.failed += row.get("failed") is True
+        self.seconds += number(row.get("seconds")) or 0.0
+        for key in (*VALUES, "seconds"):
+            _raise(self.highest, key, number(row.get(key)), step)
+        for name, value in _named(row, "residents").items():
+            _raise(self.residents, name, value, step)
+        for name, value in _named(row, "predicted").items():
+            if value is not None:
+                self.predicted[name] = value
+
+
+def _raise(highest: dict[str, Highest], key: str, value: Number | None, step: int) -> None:
+    if value is not None and (key not in highest or value > highest[key].value):
+        highest[key] = Highest(value=value, step=step)
+
+
+def _named(row: Row, key: str) -> dict[str, int | None]:
+    found = row.get(key)
+    return {str(name): whole(value) for name, value in found.items()} if isinstance(found, dict) else {}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+
+
+_Owner = tuple[int, str, str]
+
+
+def read_ledger(path: Path, notes: list[str]) -> list[Track]:
+    """A track for each (rank, device, process) in the file, sorted; what is left out goes into `notes`."""
+    keeper = _Keeper()
+    summaries: dict[_Owner, dict[str, _Summary]] = {}
+    for row in rows_of(path, notes):
+        keeper.add(row)
+        summaries.setdefault(_owner(row), {}).setdefault(str(row.get("phase")), _Summary()).add(row)
+    if keeper.stride > 1:
+        notes.append(
+            f"The memory timeline shows every {keeper.stride}th step and all of the last {LAST_STEPS}; the table of "
+            f"highest values is over all {keeper.num_steps:,} steps."
+        )
+    rows: dict[_Owner, list[Row]] = {owner: [] for owner in sorted(summaries)}
+    for row in keeper.rows():
+        rows[_owner(row)].append(row)
+    return [_track(owner, found, summaries[owner]) for owner, found in rows.items()]
+
+
+def _owner(row: Row) -> _Owner:
+    return whole(row.get("rank")) or 0, str(row.get("device")), str(row.get("process"))
+
+
+def _track(owner: _Owner, rows: list[Row], summaries: dict[str, _Summary]) -> Track:
+    rank, device, process = owner
+    residents, predicted = [_named(row, "residents") for row in rows], [_named(row, "predicted") for row in rows]
+    names = list(dict.fromkeys(name for found in residents for name in found))
+    return Track(
+        rank=rank,
+        device=device,
+        process=process,
+        steps=[int(row["step"]) for row in rows],
+        phases=[str(row.get("phase")) for row in rows],
+        failed=[row.get("failed") is True for row in rows],
+        seconds=[number(row.get("seconds")) for row in rows],
+        values={key: [whole(row.get(key)) for row in rows] for key in VALUES},
+        residents={name: [found.get(name) for found in residents] for name in names},
+        predicted={name: [found.get(name) for found in predicted] for name in names},
+        summary=[
+            PhaseSummary(
+                phase=phase,
+                rows=found.rows,
+                failed=found.failed,
+                seconds=found.seconds,
+                highest=found.highest,
+                residents=found.residents,
+                predicted=found.predicted,
+            )
+            for phase, found in summaries.items()
+        ],
+    )
