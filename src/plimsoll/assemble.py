@@ -207,14 +207,7 @@ class _Opening:
         torch.set_num_threads(plan.threads)
         seed_rng(recipe.seed)
         residents: list[Resident] = []
-        memory = Memory(
-            folder.memory,
-            rank=0,
-            device=device_reader(torch.device(plan.device)),
-            residents=lambda: residents,
-            interval=recipe.observe.memory_interval,
-        )
-        stack.callback(memory.close)
+        memory = self._memory(stack, residents)
         metrics = JsonlWriter(folder.metrics)
         stack.callback(metrics.close)
         rollouts = RolloutWriter(folder.rollouts, recipe.observe.rollout_samples)
@@ -261,7 +254,19 @@ class _Opening:
         self.console.start(plan.steps, recipe.name, first_step=start_step)
         return session
 
-    def _say(self, *notes: str) -> None:
+    def _memory(self, stack: ExitStack, residents: list[Resident]) -> Memory:
+        """`residents` is filled once they are built."""
+        memory = Memory(
+            self.folder.memory,
+            rank=0,
+            device=device_reader(torch.device(self.plan.device)),
+            residents=lambda: residents,
+            interval=self.recipe.observe.memory_interval,
+        )
+        stack.callback(memory.close)
+        return memory
+
+    def _say(self, *notes: str | None) -> None:
         for note in notes:
             if note:
                 self.console.note(note)

@@ -179,10 +179,26 @@ def plan() -> None:
     _not_built("plan", "`plimsoll train RECIPE train.steps=2` shows what two steps need in RUN/memory.jsonl")
 
 
-@app.command(context_settings=_ANY)
-def report() -> None:
-    """Write the report page of runs (not in this version)."""
-    _not_built("report", "RUN/metrics.jsonl and RUN/memory.jsonl hold the numbers, one JSON object a line")
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN …", help="Run folders, also of runs that go on.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The file to write. Default: RUN/report.html; report.html here for several runs."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the report page of one run, or of several side by side."""
+    from plimsoll.observe.report.page import default_out, write_report
+
+    path = default_out(runs) if out is None else out
+    reports = write_report(runs, path)
+    for found in reports:
+        for note in found.notes:
+            _say(f"{found.path}: {note}")
+    if as_json:
+        _finish({"report": str(path), "runs": [found.brief() for found in reports]}, as_json=True)
+    _finish({"report": path, "runs": len(reports)}, as_json=False)
 
 
 def _not_built(command: str, instead: str) -> NoReturn:

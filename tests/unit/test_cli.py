@@ -177,7 +177,7 @@ def test_help_documents_every_key(command: str, capsys: pytest.CaptureFixture[st
     assert f"set by the preset: {presets}" in flat
 
 
-@pytest.mark.parametrize("command", ["plan", "report"])
+@pytest.mark.parametrize("command", ["plan"])
 def test_commands_that_are_not_built_say_so(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "x.yaml", "--json", "train.steps=2"]) == 2
     assert "not in this version" in capsys.readouterr().err

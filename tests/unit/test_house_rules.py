@@ -41,6 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "cluster.signals",
         "memory.allocator",
         "observe.run_folder",
+        "observe.report",
         "reward.resolve",
         "train",
         "sft",
@@ -60,7 +61,16 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
 }
 """Library → files and folders of the package that may import it."""
 
-NO_TORCH = ("config/", "reward/", "batch/", "observe/run_folder.py", "data/order.py", "memory/allocator.py", "cli.py")
+NO_TORCH = (
+    "config/",
+    "reward/",
+    "batch/",
+    "observe/run_folder.py",
+    "observe/report/",
+    "data/order.py",
+    "memory/allocator.py",
+    "cli.py",
+)
 """Imported before torch, or in processes that must start fast."""
 
 MEMORY_NAMES = {

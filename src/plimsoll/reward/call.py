@@ -83,8 +83,9 @@ def _failure(error: BaseException) -> Outcome:
 
 
 def _ours(function: Function, request: ScoreRequest) -> dict[str, Any]:
+    columns = {name: value for name, value in _columns(request).items() if name not in function.settings}
     return function.accepted(
-        _columns(request)
+        columns
         | dict(function.options)
         | {"prompt": request.prompt, "response": request.response, "answer": request.answer}
     )

@@ -7,7 +7,7 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -103,10 +103,16 @@ def _check_installed(name: str, setting: str) -> None:
         )
 
 
+_FROM_ROWS = frozenset({"data_source", "gym"})
+"""Parameters of built-in rules that a row's columns fill."""
+
+
 def _built_in(name: str, options: Mapping[str, Any], setting: str) -> Function:
     rule = BUILT_IN[name]
     members = vars(_import(name, rule.module, setting))
     function = describe(name, members[rule.function], options, setting=setting)
+    # A column that happens to be called `url` or `memory` is data; it must not change how a rule works.
+    function = replace(function, settings=function.parameters - _FROM_ROWS)
     if "check_options" in members:
         _check_values(members["check_options"], function, setting)
     return function

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import IO, Any, Literal, cast
 
 from plimsoll.reward import sandbox_child
-from plimsoll.reward.sandbox_tree import children, end_tree, tree_usage
+from plimsoll.reward.sandbox_tree import adopt_orphans, children, end_tree, tree_usage
 
 Status = Literal["ok", "error", "timeout", "memory", "output", "processes", "files"]
 
 FEATURES = frozenset({sandbox_child.PROCESSES, sandbox_child.NETWORK, sandbox_child.IPC, sandbox_child.FILES})
 """processes: sees and signals only its own, which all end with it. network: none, not even 127.0.0.1. ipc: System V
-memory and queues of its own. files: everything read-only, /run and the temporary folders empty, one folder in memory."""
+memory and queues of its own. files: everything read-only, /run and temporary folders empty, one folder in memory."""
 
 PYTHON = (sys.executable, "-s", "-P", "-B", "-X", "utf8")
 """The run's own interpreter with the packages of its environment. Not -I: that would ignore PYTHONHASHSEED, and a
@@ -48,7 +48,6 @@ _PREFIX = "plimsoll-program-"
 _STALE_SECONDS = 60.0
 _CHUNK = 65536
 _BLOCK = 4096
-_FOLDER_MOST = 2**40
 
 
 class SandboxError(RuntimeError):
@@ -84,7 +83,7 @@ def isolation() -> frozenset[str]:
 
     Raises SandboxError when a program cannot be started at all.
     """
-    _remove_stale()
+    remove_stale()
     command = [*PYTHON, "-c", ""]
     features = FEATURES if sys.platform == "linux" else frozenset[str]()
     if not _hidden():
@@ -195,7 +194,7 @@ class _Run:
                 return
 
     def _look(self) -> None:
-        usage = tree_usage(self.process.pid, contained=self.contained)
+        usage = tree_usage(self.process.pid, contained=self.contained, max_threads=self.limits.processes)
         if usage.threads > self.limits.processes:
             self.broken = "processes"
         elif usage.memory > self.limits.memory:
@@ -246,6 +245,9 @@ def _execute(
         with _file(json.dumps(spec).encode()) as described:
             descriptors = (described.fileno(), reporting.fileno())
             contained = sandbox_child.PROCESSES in features
+            if not contained:
+                adopt_orphans()
+            others = children(os.getpid())
             run = _Run(
                 process=subprocess.Popen(
                     [sys.executable, "-I", "-S", sandbox_child.__file__, *map(str, descriptors)],
@@ -260,7 +262,6 @@ def _execute(
                 folder=folder,
                 contained=contained,
             )
-            others = frozenset[int]() if contained else children(os.getpid()) - {run.process.pid}
             try:
                 run.follow()
             finally:
@@ -278,8 +279,9 @@ def _spec(
     folder: Path | None,
     probe: bool,
 ) -> sandbox_child.Spec:
-    hidden = _hidden() if folder is None else ()
-    work = str(folder) if folder is not None else f"{hidden[0]}/program"
+    hidden = _hidden() if folder is None else []
+    root = hidden[0] if hidden else ""
+    work = str(folder) if folder is not None else f"{root}/program"
     return sandbox_child.Spec(
         command=list(command),
         environment=_environment(work),
@@ -287,11 +289,12 @@ def _spec(
         features=sorted(features),
         probe=probe,
         folder=work,
-        root=hidden[0] if hidden else "",
-        hidden=list(hidden),
+        root=root,
+        hidden=hidden,
         memory=limits.memory,
         cpu_seconds=math.ceil(limits.seconds if limits.cpu_seconds is None else limits.cpu_seconds),
         file_bytes=limits.file_bytes,
+        processes=limits.processes,
     )
 
 
@@ -304,30 +307,32 @@ def _environment(folder: str) -> dict[str, str]:
         "TMPDIR": folder,
         "LANG": "C.UTF-8",
         "PYTHONHASHSEED": "0",  # the order of a set is the same every time
-        **{name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ},  # the interpreter may need it
+        **{
+            name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ
+        },  # the interpreter may need it
         **one_thread,  # numpy's libraries start a thread a core, and take address space for each
     }
 
 
 @lru_cache(maxsize=1)
-def _hidden() -> tuple[str, ...]:
+def _hidden() -> list[str]:
     """Those of _HIDDEN that exist and in which the interpreter and its packages are not."""
     needed = [os.path.realpath(path) for path in (sys.executable, sys.prefix, sys.base_prefix, *site.getsitepackages())]
     needed += [os.path.abspath(path) for path in (sys.executable, sys.prefix)]
     folders = dict.fromkeys(os.path.realpath(path) for path in _HIDDEN if os.path.isdir(path))
-    return tuple(folder for folder in folders if not any(path.startswith(f"{folder}/") for path in needed))
+    return [folder for folder in folders if not any(path.startswith(f"{folder}/") for path in needed)]
 
 
 @contextmanager
-def _folder(features: frozenset[str]) -> Iterator[Path | None]:
+def _folder(features: frozenset[str]) -> Generator[Path | None]:
     """The program's folder on disk; None where it is in memory."""
     if sandbox_child.FILES in features:
         yield None
         return
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)  # until we end, in whatever way: see _remove_stale
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # until we end, in whatever way: see remove_stale
         (folder / "program").mkdir(0o700)
         yield folder / "program"
     finally:
@@ -344,7 +349,7 @@ def _remove(folder: Path) -> None:
         subprocess.run(["rm", "-rf", "--", str(folder)], check=False)
 
 
-def _remove_stale() -> None:
+def remove_stale() -> None:
     """Folders of those that were killed before they could remove them."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with suppress(OSError):
@@ -361,7 +366,7 @@ def _remove_stale() -> None:
 
 
 @contextmanager
-def _file(content: bytes) -> Iterator[IO[bytes]]:
+def _file(content: bytes) -> Generator[IO[bytes]]:
     """A file without a name: nothing to remove, and unlike a pipe it takes everything without a reader."""
     with tempfile.TemporaryFile() as stream:
         stream.write(content)
@@ -372,11 +377,14 @@ def _file(content: bytes) -> Iterator[IO[bytes]]:
 def _folder_bytes(folder: Path) -> int:
     """Of the files below it, as far as can be seen, and a block for each entry."""
     total = 0
-    for parent, folders, names in os.walk(folder):
-        total += _BLOCK * (len(folders) + len(names))
-        for name in names:
-            with suppress(OSError):
-                total += os.lstat(os.path.join(parent, name)).st_blocks * 512
-        if total > _FOLDER_MOST:
-            break
+    pending = [str(folder)]  # not os.walk, which recurses
+    while pending:
+        with suppress(OSError), os.scandir(pending.pop()) as entries:
+            for entry in entries:
+                total += _BLOCK
+                with suppress(OSError):
+                    if entry.is_dir(follow_symlinks=False):
+                        pending.append(entry.path)
+                    else:
+                        total += 512 * entry.stat(follow_symlinks=False).st_blocks
     return total

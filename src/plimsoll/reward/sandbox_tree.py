@@ -4,9 +4,11 @@ The kernel's own limits do not serve here: RLIMIT_NPROC counts all processes of 
 for one process, and a cgroup of one's own is rarely to be had. So they are looked at, many times a second.
 """
 
+import ctypes
 import os
 import signal
 import subprocess
+import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,9 +16,10 @@ from pathlib import Path
 
 import psutil
 
-from plimsoll.reward.guard import kill_tree
+_PR_SET_CHILD_SUBREAPER = 36
+_END_SECONDS = 10.0
+"""Longest that the end of everything is waited for: on a busy machine a few hundred processes take their time."""
 
-_END_SECONDS = 1.5
 _STEP_SECONDS = 0.005
 _LISTS_CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children").exists()
 """A kernel may be built without; then all processes of the machine are gone through."""
@@ -30,16 +33,17 @@ class Usage:
     memory: int  # bytes: anonymous and shared memory. Pages that a fork has not written yet count for both
 
 
-def tree_usage(launcher: int, *, contained: bool) -> Usage:
+def tree_usage(launcher: int, *, contained: bool, max_threads: int) -> Usage:
     """Of the program that `launcher` started, now; `contained`: there is an init between them.
 
+    Stops counting when there are more than `max_threads`: a fork loop may grow faster than one counts.
     Processes are counted everywhere, threads and memory where there is /proc.
     """
     threads = memory = 0
     pending = list(children(launcher))
     if contained:
         pending = [pid for init in pending for pid in children(init)]
-    while pending:
+    while pending and threads <= max_threads:
         pid = pending.pop()
         fields = _status(pid)
         threads += int(fields.get("Threads", "1"))
@@ -71,15 +75,31 @@ def end_tree(process: "subprocess.Popen[bytes]", *, others: frozenset[int], cont
     if contained:
         _end_namespace(process)
         return
-    if process.poll() is None:
-        kill_tree(process.pid)
-        process.wait()
-    for child in children(os.getpid()) - others:
-        kill_tree(child)
-        with suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            os.waitpid(child, 0)
+    # The group at once: no fork escapes that, while one looking through a fork loop never comes to its end. What has
+    # left the group is handed on to us when its parents have gone.
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    deadline = time.monotonic() + _END_SECONDS
+    while (left := children(os.getpid()) - others) and time.monotonic() < deadline:
+        for child in left:
+            _kill_and_reap(child)
+        time.sleep(_STEP_SECONDS / 10)
+
+
+def adopt_orphans() -> None:
+    """From now on a process below this one whose parent ends becomes its child. Workers of the pool are so anyway."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _kill_and_reap(child: int) -> None:
+    with suppress(ProcessLookupError):
+        if (group := os.getpgid(child)) != os.getpgid(0):
+            os.killpg(group, signal.SIGKILL)
+        os.kill(child, signal.SIGKILL)
+    with suppress(ChildProcessError):
+        os.waitpid(child, 0)  # it has its SIGKILL
 
 
 def _end_namespace(process: "subprocess.Popen[bytes]") -> None:

@@ -51,6 +51,7 @@ class Function:
     parameters: frozenset[str]  # names that can be passed by keyword
     takes_rest: bool  # has **kwargs
     options: Mapping[str, Any]
+    settings: frozenset[str] = frozenset()  # parameters that only `options` may fill, never a column of the row
 
     def accepted(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments that the function can take."""

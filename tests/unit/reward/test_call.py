@@ -7,6 +7,7 @@ import pytest
 from plimsoll.errors import RecipeError
 from plimsoll.reward.call import BrokenContractError, Outcome, score_together
 from plimsoll.reward.compose import Part, Reward
+from plimsoll.reward.load import load_function
 from plimsoll.reward.signature import Kind, describe
 from tests.unit.reward.requests import requests_for
 
@@ -38,6 +39,13 @@ def test_ours_with_extra_gets_every_column() -> None:
 
     assert score(f, ["1"]) == [Outcome(value=None, status="unscored")]
     assert seen == {"level": 3, "extra_info": {"index": 7}, "data_source": "tests"}
+
+
+def test_a_column_never_changes_the_settings_of_a_built_in_rule() -> None:
+    function = load_function("regex", {"pattern": "a+"})
+    reward = Reward(parts=[Part(name="", function=function)], sources={})
+    requests = requests_for(["aaa", "b"], pattern="b", wrong=1.0)
+    assert [o.value for part in reward.score(requests) for o in part] == [1.0, 0.0]
 
 
 def test_verl_gets_its_four_and_may_return_a_dict() -> None:

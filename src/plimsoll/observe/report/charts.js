@@ -12,7 +12,7 @@ function axis(title, more = {}) {
   const { soft, grid, line } = colours();
   return {
     title: { text: title, font: { size: 11, color: soft }, standoff: 6 }, tickfont: { size: 10.5, color: soft }, gridcolor: grid,
-    linecolor: line, zerolinecolor: line, automargin: true, fixedrange: false, exponentformat: "power", ...more,
+    linecolor: line, zerolinecolor: line, automargin: true, fixedrange: false, exponentformat: "power", minexponent: 5, ...more,
   };
 }
 
@@ -34,13 +34,15 @@ function chart({ id, title, unit, about, build, readout, size = "", buttons = []
   const card = element("article", { class: `card${wide ? " wide" : ""}`, id: `chart-${id}` },
     element("div", { class: "head" }, element("h3", {}, title), unit ? element("span", { class: "unit" }, unit) : null,
       element("span", { class: "buttons" }, buttons, info,
-        wide ? null : toggle("⤢", "Full width", (on) => { card.classList.toggle("wide", on); Plotly.Plots.resize(plot); }))),
+        wide ? null : toggle("⤢", "Full width", (on) => card.classList.toggle("wide", on)))),
     explanation, line, plot);
   const made = { id, card, plot, line, byStep, drawn: false };
+  made.watch = new ResizeObserver(() => { if (made.drawn && plot.clientWidth && Math.abs(plot.clientWidth - plot._fullLayout.width) > 1) Plotly.Plots.resize(plot); });
+  made.watch.observe(plot);
   made.read = (x) => readout && line.replaceChildren(...readout(x));
   made.draw = () => {
     const { traces, layout: wanted } = build();
-    Plotly.react(plot, traces, wanted, { displayModeBar: false, responsive: true, doubleClick: "reset" });
+    Plotly.react(plot, traces, wanted, { displayModeBar: false, doubleClick: "reset" });
     if (!made.drawn) listen(made);
     made.drawn = true;
     made.read(null);
@@ -58,8 +60,8 @@ function toggle(text, title, onchange) {
   return button;
 }
 
-function value(colour, name, text) {
-  return element("span", {}, colour ? element("i", { style: `background:${colour}` }) : null, name, element("b", {}, text));
+function value(colour, name, text, title = null) {
+  return element("span", { title }, colour ? element("i", { style: `background:${colour}${name ? "" : ";margin-right:0"}` }) : null, name, element("b", {}, text));
 }
 
 let zooming = false;
@@ -95,6 +97,7 @@ function pointAt(source, x) {
 
 function removeChart(made) {
   charts.splice(charts.indexOf(made), 1);
+  made.watch.disconnect();
   if (made.drawn) Plotly.purge(made.plot);
   made.card.remove();
 }

@@ -12,21 +12,21 @@ const CURVES = [
     about: "Samples that were cut at rollout.max_response_tokens. Much of it: raise the limit, or use the overlong settings." },
   { id: "entropy", title: "Entropy", unit: "nats", keys: [["actor/entropy", "entropy"]],
     about: "Of the policy at sampled tokens. A fall to near 0 ends exploration; a rise without end is a policy that falls apart." },
-  { id: "kl", title: "KL divergence", unit: "nats", keys: [["actor/kl_ref", "to the reference"], ["actor/kl_reward", "in the reward"], ["actor/approx_kl", "old ‖ new"]], log: true,
+  { id: "kl", title: "KL divergence", unit: "nats", keys: [["actor/kl_ref", "to the reference"], ["actor/kl_reward", "in the reward"], ["actor/approx_kl", "old ‖ new"]],
     about: "To the reference, where there is one, and between the policy before and after the step's updates." },
-  { id: "grad", title: "Gradient norm", unit: "", keys: [["train/grad_norm", "before clipping"]], log: true,
+  { id: "grad", title: "Gradient norm", unit: "", axis: "norm", keys: [["train/grad_norm", "before clipping"]],
     about: "Mean over the step's optimizer steps, before clipping. Spikes that come again: lower the learning rate." },
-  { id: "lr", title: "Learning rate", unit: "", keys: [["train/learning_rate", "learning rate"]], about: "Of the step's last optimizer step." },
-  { id: "loss", title: "Loss", unit: "", keys: [["loss", "loss"]],
+  { id: "lr", title: "Learning rate", unit: "", axis: "learning rate", keys: [["train/learning_rate", "learning rate"]], about: "Of the step's last optimizer step." },
+  { id: "loss", title: "Loss", unit: "", axis: "loss", keys: [["loss", "loss"]],
     about: "Mean over the step's optimizer steps. In reinforcement learning its height says little; in fine-tuning it should fall." },
   { id: "clipped", title: "Clipped shares", unit: "share of tokens", keys: [["actor/clipped_low", "low"], ["actor/clipped_high", "high"], ["actor/dual_clipped", "dual"]],
     about: "Sampled tokens where a clip of the ratio took effect. Above a few percent the steps are too large for the data." },
   { id: "ratio", title: "Probability ratio", unit: "new ÷ old", keys: [["actor/ratio_mean", "mean"], ["actor/ratio_max", "max"]], about: "Of the policy being trained to the one that made the batch, at sampled tokens." },
   { id: "mismatch", title: "Mismatch: log-prob difference", unit: "nats", keys: [["mismatch/logprob_diff_mean", "mean"], ["mismatch/logprob_diff_max", "max"]], logByDefault: true,
     about: "Absolute difference of the trainer's log-probability to the engine's, at sampled tokens. It should be small and level; growth means that the two compute different things." },
-  { id: "mismatch-kl", title: "Mismatch: KL", unit: "nats", keys: [["mismatch/kl", "k1"], ["mismatch/kl_k3", "k3"]], log: true, about: "Estimates of KL(engine ‖ trainer). k1 may be negative." },
+  { id: "mismatch-kl", title: "Mismatch: KL", unit: "nats", keys: [["mismatch/kl", "k1"], ["mismatch/kl_k3", "k3"]], about: "Estimates of KL(engine ‖ trainer). k1 may be negative." },
   { id: "perplexity", title: "Mismatch: perplexity ratio", unit: "trainer ÷ engine", keys: [["mismatch/perplexity_ratio", "ratio"]], about: "1 means that trainer and engine agree on the samples." },
-  { id: "weights", title: "Importance weights", unit: "", keys: [["mismatch/weight_mean", "mean"], ["mismatch/weight_max", "max"], ["mismatch/effective_share", "effective share"], ["mismatch/truncated", "capped share"]],
+  { id: "weights", title: "Importance weights", unit: "", axis: "weight or share", keys: [["mismatch/weight_mean", "mean"], ["mismatch/weight_max", "max"], ["mismatch/effective_share", "effective share"], ["mismatch/truncated", "capped share"]],
     about: "Weights that correct for the mismatch. An effective share far below 1: few tokens carry the gradient." },
   { id: "parts", title: "Reward parts", unit: "score", keys: [["reward/part/*", ""]], about: "Mean of each part of the reward, unweighted." },
   { id: "eval-parts", title: "Held-out parts", unit: "score", keys: [["eval/part/*", ""]], markers: true, about: "The same, held-out." },
@@ -37,6 +37,7 @@ const CURVES = [
   { id: "tokens", title: "Tokens trained on", unit: "tokens", keys: [["train/tokens", "tokens"]], about: "Prompt and response, through the update." },
 ];
 const DRAWN_ELSEWHERE = /^time\//;
+const STYLES = { solid: "—", dot: "┈", dash: "╌", dashdot: "─·" };
 let smoothing = 0;
 
 const allKeys = [...new Set(curvesOf.flatMap((curves) => [...curves.keys()]))];
@@ -66,11 +67,11 @@ function smoothed(values, weight) {
 
 function seriesOf(keys) {
   const series = [];
-  runs.forEach((run, at) => keys.forEach(([key, name], index) => {
+  keys.forEach(([key, name], index) => runs.forEach((run, at) => {
     const curve = curvesOf[at].get(key);
     if (!curve || !curve.values.some(isNumber)) return;
     series.push({
-      key, run: at, curve, name: several ? (keys.length > 1 ? `${runNames[at]} · ${name}` : runNames[at]) : name,
+      key, run: at, curve, name: several && keys.length === 1 ? "" : name,
       colour: several ? RUN_COLOURS[at % RUN_COLOURS.length] : SERIES_COLOURS[index % SERIES_COLOURS.length],
       dash: several ? ["solid", "dot", "dash", "dashdot"][index % 4] : "solid",
     });
@@ -79,15 +80,14 @@ function seriesOf(keys) {
 }
 
 function bands(spec) {
-  if (!spec.band) return [];
+  if (!spec.band || several) return []; // bands of several runs hide one another
   return runs.flatMap((run, at) => {
     const [low, high] = spec.band.map((key) => curvesOf[at].get(key));
     if (!low || !high) return [];
-    const colour = several ? RUN_COLOURS[at % RUN_COLOURS.length] : SERIES_COLOURS[0];
     const edge = { type: "scatter", mode: "lines", line: { width: 0, shape: "linear" }, hoverinfo: "skip", connectgaps: true };
     return [
       { ...edge, x: low.steps, y: low.values, name: spec.band[0], meta: { key: spec.band[0], run: at } },
-      { ...edge, x: high.steps, y: high.values, name: spec.band[1], fill: "tonexty", fillcolor: translucent(colour, several ? 0.07 : 0.12), meta: { key: spec.band[1], run: at } },
+      { ...edge, x: high.steps, y: high.values, name: spec.band[1], fill: "tonexty", fillcolor: translucent(SERIES_COLOURS[0], 0.12), meta: { key: spec.band[1], run: at } },
     ];
   });
 }
@@ -97,7 +97,7 @@ function lines(series, markers) {
   return series.flatMap(({ key, run, curve, name, colour, dash }) => {
     const smooth = smoothing > 0 && curve.values.length > 3;
     const mode = markers || curve.steps.length === 1 ? "lines+markers" : "lines";
-    const raw = { type: "scatter", mode, x: curve.steps, y: curve.values, name, hoverinfo: "none", connectgaps: false, opacity: smooth ? 0.3 : 1,
+    const raw = { type: "scatter", mode, x: curve.steps, y: curve.values, name: several ? runNames[run] : name, hoverinfo: "none", connectgaps: false, opacity: smooth ? 0.3 : 1,
       line: { color: colour, width: smooth ? 1 : few ? 1.8 : 1.4, dash }, marker: { size: 5, color: colour }, meta: { key, run } };
     if (!smooth) return [raw];
     return [raw, { ...raw, mode: "lines", y: smoothed(curve.values, smoothing), opacity: 1, line: { color: colour, width: 2, dash }, meta: { smoothed: key, run } }];
@@ -111,12 +111,27 @@ function nearest(steps, x) {
 }
 
 function readCurves(series, x) {
-  const values = series.map(({ curve, name, colour }) => {
+  const shownNames = new Set();
+  const values = series.map(({ key, run, curve, name, colour, dash }) => {
     const found = x === null ? lastValue(curve) : { value: curve.values[nearest(curve.steps, x)], step: curve.steps[nearest(curve.steps, x)] };
     const other = x !== null && found.step !== Math.round(x) ? ` (${found.step})` : "";
-    return value(colour, name, shown(found.value) + other);
+    if (!several) return value(colour, name, shown(found.value) + other);
+    // Of several runs the series is named once, with the style of its lines; the colours are those of the runs.
+    const first = !shownNames.has(key);
+    shownNames.add(key);
+    return [first && name ? element("span", { class: "series" }, `${name} ${STYLES[dash]}`) : null, value(colour, "", shown(found.value) + other, runNames[run])];
   });
-  return x === null ? values : [element("span", { class: "at" }, `step ${Math.round(x)}`), ...values];
+  const flat = values.flat().filter((node) => node);
+  return x === null ? flat : [element("span", { class: "at" }, `step ${Math.round(x)}`), ...flat];
+}
+
+const lowest = (series) => series.reduce((least, { curve }) => curve.values.reduce((a, b) => (isNumber(b) ? Math.min(a, b) : a), least), Infinity);
+
+// Over more than a decade and a half, ticks at powers of ten only.
+function decades(series) {
+  const values = series.flatMap(({ curve }) => curve.values.filter((item) => isNumber(item) && item > 0));
+  const low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), 0);
+  return high / low > 30 ? { dtick: 1 } : {};
 }
 
 function curveChart(spec) {
@@ -132,7 +147,7 @@ function curveChart(spec) {
     id: spec.id, title: spec.title, unit: spec.unit, about: spec.about, byStep: true, buttons: [button],
     build: () => ({
       traces: [...(log ? [] : bands(spec)), ...lines(series, spec.markers)],
-      layout: layout("step", spec.unit || "value", { yaxis: { type: log ? "log" : "linear", dtick: log ? undefined : null, nticks: 5, ...(log ? {} : { rangemode: "normal" }) } }),
+      layout: layout("step", spec.unit || spec.axis || "value", { yaxis: log ? { type: "log", ...decades(series) } : { nticks: 6, rangemode: lowest(series) >= 0 ? "nonnegative" : "normal" } }),
     }),
     readout: (x) => readCurves(series, x),
   });
@@ -147,7 +162,7 @@ function buildCurves() {
   const used = new Set();
   for (const spec of CURVES) {
     const made = curveChart(spec);
-    [...spec.keys.map(([key]) => key), ...matching(spec).map(([key]) => key), ...(spec.band || [])].forEach((key) => used.add(key));
+    [...spec.keys.map(([key]) => key), ...matching(spec).map(([key]) => key), ...((!several && spec.band) || [])].forEach((key) => used.add(key));
     if (made) grid.append(made.card);
   }
   const rest = allKeys.filter((key) => !used.has(key) && !DRAWN_ELSEWHERE.test(key) && hasValues(key)).sort();
@@ -165,7 +180,7 @@ function curveTools(grid, rest) {
     timer = setTimeout(() => charts.filter((made) => made.byStep && made.drawn).forEach((made) => made.draw()), 60);
   });
   const legend = several ? element("span", { class: "readout" }, runNames.map((name, at) => element("span", {}, element("i", { style: `background:${RUN_COLOURS[at % RUN_COLOURS.length]}` }), name))) : null;
-  return element("div", { class: "tools" }, element("label", {}, "Smoothing", slider, amount), legend,
+  return element("div", { class: several ? "tools sticky" : "tools" }, element("label", {}, "Smoothing", slider, amount), legend,
     element("span", { class: "spread" }, moreMetrics(grid, rest)));
 }
 

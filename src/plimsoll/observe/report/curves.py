@@ -1,14 +1,16 @@
 """metrics.jsonl → curves and times. Long runs are thinned here: what is kept are rows as they are, nothing averaged."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 from plimsoll.observe.report.data import Curve, Number, PhaseTotal, Times
-from plimsoll.observe.report.lines import count_lines, number, rows_of
+from plimsoll.observe.report.lines import Row, count_lines, number, rows_of
 
 MAX_POINTS = 2000
 """Points of a curve up to which every row is kept."""
-POINTS_OF_BUCKET = 4
+POINTS_OF_STRETCH = 4
 """Lowest, highest, last, and the first null."""
 MAX_TIMES = 500
 """Steps in the chart of times."""
@@ -16,38 +18,28 @@ _TIME = "time/"
 
 
 @dataclass(slots=True)
-class _Thinner:
-    """One curve. Rows are put in buckets of equal size; of a bucket stay its lowest, highest and last value, so that
-    no spike is lost, and its first null. The first value of the curve stays as well."""
+class _Points:
+    """One curve. Rows come in stretches of equal length; of each stay its lowest, highest and last value, so that no
+    spike is lost, and its first null. The first value of the curve stays as well."""
 
     steps: list[int] = field(default_factory=list[int])
     values: list[Number | None] = field(default_factory=list["Number | None"])
-    _bucket: int = -1
-    _kept: dict[str, tuple[int, Number | None]] = field(default_factory=dict[str, "tuple[int, Number | None]"])
 
-    def add(self, bucket: int, step: int, value: Number | None) -> None:
-        if bucket != self._bucket:
-            first = self._bucket < 0
-            self.flush()
-            self._bucket = bucket
-            if first:
-                self._kept["first"] = (step, value)
-        point = (step, value)
-        self._kept["last"] = point
-        if value is None:
-            self._kept.setdefault("null", point)
-            return
-        lowest, highest = self._kept.get("lowest"), self._kept.get("highest")
-        if lowest is None or lowest[1] is None or value < lowest[1]:
-            self._kept["lowest"] = point
-        if highest is None or highest[1] is None or value > highest[1]:
-            self._kept["highest"] = point
+    def add(self, steps: list[int], values: list[Number | None]) -> None:
+        kept = range(len(steps)) if len(steps) <= POINTS_OF_STRETCH else self._choose(values)
+        self.steps += [steps[at] for at in kept]
+        self.values += [values[at] for at in kept]
 
-    def flush(self) -> None:
-        for step, value in sorted(dict(self._kept.values()).items()):
-            self.steps.append(step)
-            self.values.append(value)
-        self._kept.clear()
+    def _choose(self, values: list[Number | None]) -> list[int]:
+        known = [value for value in values if value is not None]
+        kept = {len(values) - 1}
+        if known:
+            kept |= {values.index(min(known)), values.index(max(known))}
+        if len(known) < len(values):
+            kept.add(values.index(None))
+        if not self.steps:
+            kept.add(0)
+        return sorted(kept)
 
 
 @dataclass(slots=True)
@@ -77,41 +69,52 @@ class Metrics:
 def read_metrics(path: Path, notes: list[str]) -> Metrics:
     """Read the file once in full and keep at most about MAX_POINTS a curve. What is left out goes into `notes`."""
     num_lines = count_lines(path)
-    size = 1 if num_lines <= MAX_POINTS else -(-num_lines * POINTS_OF_BUCKET // MAX_POINTS)
+    size = 1 if num_lines <= MAX_POINTS else -(-num_lines * POINTS_OF_STRETCH // MAX_POINTS)
     every = -(-num_lines // MAX_TIMES) or 1
-    thinners: dict[str, _Thinner] = {}
+    points: dict[str, _Points] = {}
     totals: dict[str, _Total] = {}
     timed: dict[int, dict[str, Number]] = {}
-    num_rows, last_step, seconds = 0, 0, dict[str, Number]()
-    for index, row in enumerate(rows_of(path, notes)):
-        step = int(row["step"])
-        num_rows, last_step, seconds = index + 1, step, {}
-        for key, raw in row.items():
-            value = number(raw)
-            if key == "step" or (value is None and raw is not None):
-                continue
-            thinners.setdefault(key, _Thinner()).add(index // size, step, value)
-            if key.startswith(_TIME) and value is not None:
-                name = key.removeprefix(_TIME)
-                totals.setdefault(name, _Total()).add(step, value)
-                seconds[name] = value
-        if index % every == 0:
-            timed[step] = seconds
-    if num_rows:
-        timed[last_step] = seconds
-    for thinner in thinners.values():
-        thinner.flush()
+    num_rows, last_step = 0, 0
+    last: Row = {}
+    for stretch in _stretches(rows_of(path, notes), size):
+        _add_stretch(stretch, points)
+        for index, row in enumerate(stretch, start=num_rows):
+            seconds = _times_of(row)
+            for name, value in seconds.items():
+                totals.setdefault(name, _Total()).add(row["step"], value)
+            if index % every == 0:
+                timed[row["step"]] = seconds
+        last = stretch[-1]
+        num_rows, last_step = num_rows + len(stretch), last["step"]
+    timed[last_step] = _times_of(last)
     if size > 1:
         notes.append(
             f"Curves are thinned: {num_rows:,} rows in {-(-num_rows // size)} stretches of {size}, of each its lowest, "
-            f"highest and last value. The chart of times shows every {every}th step; its table is over all."
+            f"highest and last value. The chart of times shows one step in {every}; its table is over all."
         )
     return Metrics(
         num_rows=num_rows,
         last_step=last_step,
-        curves=[Curve(key=key, steps=found.steps, values=found.values) for key, found in thinners.items()],
+        curves=[Curve(key=key, steps=found.steps, values=found.values) for key, found in points.items()],
         times=_times(timed, totals),
     )
+
+
+def _stretches(rows: Iterator[Row], size: int) -> Iterator[list[Row]]:
+    while stretch := list(islice(rows, size)):
+        yield stretch
+
+
+def _add_stretch(stretch: list[Row], points: dict[str, _Points]) -> None:
+    for key in sorted(set[str]().union(*stretch) - {"step"}):
+        with_key = [row for row in stretch if key in row and (row[key] is None or number(row[key]) is not None)]
+        if with_key:
+            points.setdefault(key, _Points()).add([row["step"] for row in with_key], [row[key] for row in with_key])
+
+
+def _times_of(row: Row) -> dict[str, Number]:
+    found = {key.removeprefix(_TIME): number(value) for key, value in row.items() if key.startswith(_TIME)}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _times(timed: dict[int, dict[str, Number]], totals: dict[str, _Total]) -> Times:

@@ -114,3 +114,13 @@ class RunReport:
     ledger: list[Track]
     rollouts: list[Rollout]
     notes: list[str]
+
+    def brief(self) -> dict[str, str | int | None]:
+        """What `plimsoll report --json` says of the run."""
+        return {
+            "name": self.name,
+            "path": self.path,
+            "state": self.state,
+            "steps": self.steps_done,
+            "planned": self.steps_planned,
+        }

@@ -34,9 +34,14 @@ def write_report(runs: Sequence[Path], out: Path, *, ended: bool = False) -> lis
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise RefusedError(
-            f"the report cannot be written to {out} ({error}): choose another file with --out"
+            f"the report cannot be written to {out} ({error.strerror}): choose another file with --out"
         ) from error
     return reports
+
+
+def default_out(runs: Sequence[Path]) -> Path:
+    """The page of one run is in its folder, that of several in the current one."""
+    return runs[0] / "report.html" if len(runs) == 1 else Path("report.html")
 
 
 def temporary_of(out: Path, pid: int) -> Path:

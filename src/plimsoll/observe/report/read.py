@@ -39,7 +39,7 @@ def read_run(path: Path, *, num_runs: int = 1, ended: bool = False) -> RunReport
     return RunReport(
         name=str(recipe.get("name", path.name)),
         path=str(path),
-        model=str(_section(recipe, "model").get("path")),
+        model=_model(_section(recipe, "model")),
         algorithm=str(_section(recipe, "algorithm").get("name")),
         device=str(plan.get("device", "unknown")),
         state="finished" if done else "running" if running else "stopped",
@@ -97,6 +97,10 @@ def _json(path: Path) -> dict[str, Any]:
 def _section(recipe: dict[str, Any], name: str) -> dict[str, Any]:
     section = recipe.get(name)
     return cast("dict[str, Any]", section) if isinstance(section, dict) else {}
+
+
+def _model(model: dict[str, Any]) -> str:
+    return str(model.get("path") or f"{model.get('config')} ({model.get('init')})")
 
 
 def _leaves(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:

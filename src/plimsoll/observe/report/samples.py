@@ -25,19 +25,21 @@ def read_rollouts(folder: Path, notes: list[str], max_samples: int = MAX_SAMPLES
     while remaining and _has_room(newest, max_samples // 2):
         newest[:0] = _samples(remaining.pop(), notes)
     spread: list[Rollout] = []
+    num_newest, every, num_read = len(files) - len(remaining), 1, len(files) - len(remaining)
     if remaining:
-        files_read = len(files) - len(remaining)
-        per_file = max(1, len(newest) // files_read)
+        per_file = max(1, len(newest) // num_newest)
         every = max(1, -(-len(remaining) * per_file // (max_samples // 2)))
         for path in remaining[::every]:
             if not _has_room(spread, max_samples // 2):
                 break
             spread += _samples(path, notes)
-        if every > 1 or not _has_room(spread, max_samples // 2):
-            notes.append(
-                f"Rollouts: {len(spread) + len(newest):,} samples are shown, those of the newest {files_read} steps "
-                f"with rollouts and of every {every}th before; all are in {folder.name}/."
-            )
+            num_read += 1
+    if num_read < len(files):
+        notes.append(
+            f"Rollouts: {len(spread) + len(newest):,} samples are shown, of {num_read:,} of {len(files):,} steps: the "
+            f"newest {num_newest:,}, and of those before {num_read - num_newest:,} spread over the run. All are in "
+            f"{folder.name}/."
+        )
     return (spread + newest)[-max_samples:]
 
 

@@ -31,6 +31,8 @@ VALUES = (
     "host_limit",
 )
 """Keys of a row that the page draws."""
+_SUMMED = (*VALUES, "seconds")
+_NUMBERS = {int, float, type(None)}
 
 
 @dataclass(slots=True)
@@ -86,23 +88,27 @@ class _Summary:
         self.rows += 1
         self.failed += row.get("failed") is True
         self.seconds += number(row.get("seconds")) or 0.0
-        for key in (*VALUES, "seconds"):
-            _raise(self.highest, key, number(row.get(key)), step)
-        for name, value in _named(row, "residents").items():
-            _raise(self.residents, name, value, step)
-        for name, value in _named(row, "predicted").items():
+        for key in _SUMMED:
+            value = row.get(key)
             if value is not None:
-                self.predicted[name] = value
+                _raise(self.highest, key, value, step)
+        for name, size in row.get("residents", {}).items():
+            _raise(self.residents, name, size, step)
+        for name, size in row.get("predicted", {}).items():
+            if size is not None:
+                self.predicted[name] = size
 
 
-def _raise(highest: dict[str, Highest], key: str, value: Number | None, step: int) -> None:
-    if value is not None and (key not in highest or value > highest[key].value):
+def _raise(highest: dict[str, Highest], key: str, value: Number, step: int) -> None:
+    found = highest.get(key)
+    if found is None or value > found.value:
         highest[key] = Highest(value=value, step=step)
 
 
-def _named(row: Row, key: str) -> dict[str, int | None]:
-    found = row.get(key)
-    return {str(name): whole(value) for name, value in found.items()} if isinstance(found, dict) else {}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+def _is_row(row: Row) -> bool:
+    """What the sums below rely on; once looked at here, so that a file of millions of rows is read in seconds."""
+    named = [row.get("residents", {}), row.get("predicted", {})]
+    return all(isinstance(found, dict) for found in named) and _NUMBERS.issuperset(map(type, map(row.get, _SUMMED)))
 
 
 _Owner = tuple[int, str, str]
@@ -113,11 +119,13 @@ def read_ledger(path: Path, notes: list[str]) -> list[Track]:
     keeper = _Keeper()
     summaries: dict[_Owner, dict[str, _Summary]] = {}
     for row in rows_of(path, notes):
+        if not _is_row(row):
+            continue
         keeper.add(row)
         summaries.setdefault(_owner(row), {}).setdefault(str(row.get("phase")), _Summary()).add(row)
     if keeper.stride > 1:
         notes.append(
-            f"The memory timeline shows every {keeper.stride}th step and all of the last {LAST_STEPS}; the table of "
+            f"The memory timeline shows one step in {keeper.stride} and all of the last {LAST_STEPS}; the table of "
             f"highest values is over all {keeper.num_steps:,} steps."
         )
     rows: dict[_Owner, list[Row]] = {owner: [] for owner in sorted(summaries)}
@@ -128,6 +136,10 @@ def read_ledger(path: Path, notes: list[str]) -> list[Track]:
 
 def _owner(row: Row) -> _Owner:
     return whole(row.get("rank")) or 0, str(row.get("device")), str(row.get("process"))
+
+
+def _named(row: Row, key: str) -> dict[str, int | None]:
+    return {name: whole(value) for name, value in row.get(key, {}).items()}
 
 
 def _track(owner: _Owner, rows: list[Row], summaries: dict[str, _Summary]) -> Track:

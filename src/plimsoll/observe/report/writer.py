@@ -5,16 +5,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 from plimsoll.observe.report.page import temporary_of
 
 PAGE = "report.html"
+_MAX_SHARE = 0.1
+"""Of the time, in which a page may be being written: that of a very long run takes many seconds."""
 
 
 class ReportWriter:
-    """RUN/report.html, at most every `interval` seconds and never by two processes at once.
+    """RUN/report.html, at most every `interval` seconds, for at most a tenth of the time, by one process at once.
 
     `say` gets a sentence for the user when the page could not be written, once a run.
     """
@@ -35,14 +38,19 @@ class ReportWriter:
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None
         self._started_at: float | None = None
+        self._started_on_clock = 0.0
+        self._took = 0.0  # seconds of the last writing
         self._failed = False
+        self._poked = False
         self._closed = False
 
     def poke(self) -> None:
         """Called after each step: start a writing if it is time for one. Returns at once and raises nothing."""
+        self._poked = True
         if self._closed or not self._reap():
             return
-        if self._started_at is None or time.monotonic() - self._started_at >= self._interval:
+        pause = max(self._interval, self._took / _MAX_SHARE)
+        if self._started_at is None or time.monotonic() - self._started_at >= pause:
             self._start(ended=False)
 
     def close(self) -> None:
@@ -68,7 +76,7 @@ class ReportWriter:
             str(self._run),
             *(["--ended"] if ended else []),
         ]
-        self._started_at = time.monotonic()
+        self._started_at, self._started_on_clock = time.monotonic(), time.time()
         try:
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115
             self._process = subprocess.Popen(
@@ -89,7 +97,11 @@ class ReportWriter:
         code = self._process.poll()
         if code is None:
             return False
-        if code != 0:
+        if code == 0:
+            # By the file, not by now: the next step may be long after the end of the writing.
+            with suppress(OSError):  # somebody has moved the page away
+                self._took = max(0.0, (self._run / PAGE).stat().st_mtime - self._started_on_clock)
+        else:
             self._fail(self._reason(code))
         self._forget()
         return True
@@ -109,7 +121,8 @@ class ReportWriter:
             return
         self._process.kill()
         self._process.wait()
-        temporary_of(self._run / PAGE, self._process.pid).unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary_of(self._run / PAGE, self._process.pid).unlink()
         self._forget()
 
     def _forget(self) -> None:
@@ -125,7 +138,7 @@ class ReportWriter:
         return text.splitlines()[-1] if text else f"exit code {code}"
 
     def _fail(self, reason: str) -> None:
-        if not self._failed:
+        if not self._failed and self._poked:  # a run without a step may have nothing to show
             self._failed = True
             self._say(
                 f"the report page was not written: {reason}. The run goes on; `plimsoll report {self._run}` writes it "
