@@ -212,6 +212,7 @@ class _Opening:
         stack.callback(metrics.close)
         rollouts = RolloutWriter(folder.rollouts, recipe.observe.rollout_samples)
         start_step = state.step if state else 0
+        sinks = self._sinks(stack, start_step)  # before anything heavy: one that cannot start is refused
         if folder.resumed:
             # Step 0 has a row of its own (the evaluation before the first step), which a run that starts there redoes.
             for history in (metrics, memory, rollouts):
@@ -237,9 +238,9 @@ class _Opening:
             console=self.console,
             metrics=metrics,
             rollouts=rollouts,
-            sinks=self._sinks(stack, start_step),
+            sinks=sinks,
             page=self._page(stack),
-            profiler=self._profiler(plan),
+            profiler=self._profiler(plan, start_step),
             memory=memory,
             store=store,
             plane=plane,
@@ -286,11 +287,12 @@ class _Opening:
         stack.callback(page.close)
         return page
 
-    def _profiler(self, plan: RunPlan) -> Profiler:
-        steps = self.recipe.observe.profile_steps
-        beyond = [step for step in steps if step > plan.steps]
-        if beyond:
-            self.console.note(f"observe.profile_steps: {beyond} are beyond the last step, {plan.steps}")
+    def _profiler(self, plan: RunPlan, start_step: int) -> Profiler:
+        never = [step for step in self.recipe.observe.profile_steps if not start_step <= step <= plan.steps]
+        if never:
+            self.console.note(
+                f"observe.profile_steps: {never} are not profiled; this run goes from step {start_step} to {plan.steps}"
+            )
         record = recorded_allocations if torch.device(plan.device).type == "cuda" else None
         return Profiler(self.recipe.observe, self.folder.path / "profile", record, self.console.note)
 

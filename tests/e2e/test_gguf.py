@@ -207,7 +207,7 @@ def test_without_the_extra_the_command_that_installs_it_is_named(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write_gguf(tmp_path / "tiny.gguf", random_weights())
-    monkeypatch.setattr("plimsoll.gguf.find_spec", lambda name: None)
+    monkeypatch.setattr("plimsoll.gguf.installed", lambda name: False)
     said = refused(capfd, file, tmp_path / "out")
     assert "needs gguf and accelerate" in said
     assert "pip install 'plimsoll-rl[gguf]'" in said

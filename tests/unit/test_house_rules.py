@@ -58,6 +58,9 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "transfer_queue": ("plane/",),
     "typer": ("cli.py",),
     "pebble": ("reward/",),
+    "wandb": ("observe/sinks/wandb.py",),
+    "tensorboard": ("observe/sinks/tensorboard.py",),
+    "torch.utils.tensorboard": ("observe/sinks/tensorboard.py",),
 }
 """Library → files and folders of the package that may import it."""
 
@@ -80,6 +83,8 @@ MEMORY_NAMES = {
     "memory_snapshot",
     "cudaHostRegister",
     "_set_allocator_settings",
+    "_record_memory_history",
+    "_dump_snapshot",
 }
 """Names that move bytes or set the allocator."""
 

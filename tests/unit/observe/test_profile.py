@@ -83,3 +83,50 @@ def test_a_trace_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     with profiler.phase(1, "update"):
         torch.ones(2).sum()
     assert "could not be written" in said[0]
+
+
+@pytest.mark.parametrize("fails", ["at the start", "at the end"])
+def test_a_memory_snapshot_that_fails_is_said_and_the_phase_goes_on(tmp_path: Path, fails: str) -> None:
+    said: list[str] = []
+
+    @contextmanager
+    def record(path: Path) -> Generator[None]:
+        if fails == "at the start":
+            raise RuntimeError("not with this allocator")
+        yield
+        path.write_bytes(b"half")
+        raise OSError("no space left")
+
+    config = ObserveConfig(profile_steps=(1,), profile_memory=True)
+    done = False
+    with Profiler(config, tmp_path, record, said.append).phase(1, "update"):
+        done = True
+    assert done
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000001_update.trace.json.gz"]
+    assert "step_000001_update.memory.pickle could not be written" in said[0]
+
+
+def test_a_folder_that_cannot_be_made_costs_the_profile_and_not_the_phase(tmp_path: Path) -> None:
+    said: list[str] = []
+    (tmp_path / "profile").write_text("in the way", encoding="ascii")
+    done = False
+    with Profiler(ObserveConfig(profile_steps=(1,)), tmp_path / "profile", None, said.append).phase(1, "update"):
+        done = True
+    assert done
+    assert len(said) == 1
+
+
+def test_an_error_of_a_phase_ends_the_recording_of_memory_and_goes_on(tmp_path: Path) -> None:
+    ended: list[str] = []
+
+    @contextmanager
+    def record(path: Path) -> Generator[None]:
+        try:
+            yield
+        finally:
+            ended.append(path.name)
+
+    config = ObserveConfig(profile_steps=(1,), profile_memory=True)
+    with pytest.raises(RuntimeError, match="inside"), Profiler(config, tmp_path, record, print).phase(1, "update"):
+        raise RuntimeError("inside")
+    assert ended == ["step_000001_update.memory.pickle"]

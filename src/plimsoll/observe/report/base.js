@@ -37,7 +37,7 @@ function bytes(value) {
   if (size >= GIB) return `${(value / GIB).toFixed(size >= 100 * GIB ? 0 : 2)} GiB`;
   if (size >= MIB) return `${(value / MIB).toFixed(size >= 100 * MIB ? 0 : 1)} MiB`;
   if (size === 0) return "0";
-  return `${(value / 1024).toFixed(1)} KiB`;
+  return size < 1024 ? `${value} B` : `${(value / 1024).toFixed(0)} KiB`;
 }
 
 function seconds(value) {

@@ -243,7 +243,8 @@ function summaryTable(track) {
   const columns = [
     ...(device ? [["peak allocated", "device_allocated_peak"], ["peak reserved", "device_reserved_peak"], ["used", "device_used"]] : []), ["host peak", "host_anonymous_peak"],
     ...names.map((name) => [name, null, name]),
-    ...(device ? [["unattributed", "unattributed"], ["cache", "fragmentation"], ["outside torch", "device_non_torch"], ["pinned", "host_pinned"]] : []),
+    ...(device ? [["unattributed", "unattributed"], ["cache", "fragmentation"], ["outside torch", "device_non_torch"]] : []),
+    ...(largest([track.values.host_pinned]) >= MIB ? [["pinned", "host_pinned"]] : []),
   ];
   const found = (phase, [, key, name]) => (name ? phase.residents[name] : phase.highest[key]);
   const tops = columns.map((column) => Math.max(...phases.map((phase) => (found(phase, column) || { value: 0 }).value)));

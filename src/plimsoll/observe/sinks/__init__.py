@@ -1,11 +1,13 @@
 """Where the rows of metrics.jsonl go besides: TensorBoard, Weights & Biases. A sink never ends a run."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 from plimsoll.config.observe import ObserveConfig
+from plimsoll.errors import RecipeError
 
 
 class Sink(Protocol):
@@ -18,7 +20,7 @@ class Sink(Protocol):
         ...
 
     def close(self, *, failed: bool) -> None:
-        """Send what is left. `failed`: the run ends with an error."""
+        """Send what is left. `failed`: the run ends with an error or an interrupt."""
         ...
 
 
@@ -27,6 +29,7 @@ class Sinks:
 
     def __init__(self, sinks: Sequence[Sink], say: Callable[[str], None]) -> None:
         self._sinks = list(sinks)
+        self._broken: list[Sink] = []
         self._say = say
 
     def __enter__(self) -> Self:
@@ -44,19 +47,24 @@ class Sinks:
                 sink.write(step, values)
             except Exception as error:
                 self._sinks.remove(sink)
+                self._broken.append(sink)
                 self._say(
-                    f"observe.{sink.name} failed at step {step} and gets no more rows, which metrics.jsonl all has "
-                    f"({type(error).__name__}: {error})"
+                    f"observe.{sink.name} failed at step {step} ({_describe(error)}) and gets no more rows; "
+                    "metrics.jsonl has them all"
                 )
 
     def close(self, *, failed: bool) -> None:
-        """End every sink."""
+        """End every sink; one that failed before may fail again, in silence."""
         for sink in self._sinks:
             try:
                 sink.close(failed=failed)
             except Exception as error:
-                self._say(f"observe.{sink.name} did not end well ({type(error).__name__}: {error})")
+                self._say(f"observe.{sink.name} did not end well ({_describe(error)})")
+        for sink in self._broken:
+            with suppress(Exception):
+                sink.close(failed=failed)
         self._sinks.clear()
+        self._broken.clear()
 
 
 def open_sinks(
@@ -69,14 +77,42 @@ def open_sinks(
         recipe: the resolved recipe as JSON values, recorded with the run.
         start_step: finished steps; rows of later ones are written again.
         resumed: go on with the sinks' own records instead of starting new ones.
+
+    RecipeError: one cannot start (no login, no network, a folder that cannot be written). The others are closed.
     """
-    sinks: list[Sink] = []
+    wanted: list[tuple[Callable[[], Sink], str, str]] = []
     if config.tensorboard:
-        from plimsoll.observe.sinks.tensorboard import TensorBoardSink
 
-        sinks.append(TensorBoardSink(run / "tensorboard", recipe, start_step=start_step, resumed=resumed))
-    if config.wandb != "off":
-        from plimsoll.observe.sinks.wandb import WandbSink
+        def tensorboard() -> Sink:
+            from plimsoll.observe.sinks.tensorboard import TensorBoardSink
 
-        sinks.append(WandbSink(run, recipe, mode=config.wandb, project=config.wandb_project, name=str(recipe["name"])))
+            return TensorBoardSink(run / "tensorboard", recipe, start_step=start_step, resumed=resumed)
+
+        wanted.append((tensorboard, "observe.tensorboard=true", "set `observe.tensorboard=false` to go without"))
+    mode = config.wandb
+    if mode != "off":
+
+        def wandb() -> Sink:
+            from plimsoll.observe.sinks.wandb import WandbSink
+
+            return WandbSink(run, recipe, mode=mode, project=config.wandb_project, name=str(recipe["name"]))
+
+        advice = "set `observe.wandb=offline` to keep everything in the run folder, or `observe.wandb=off`"
+        wanted.append((wandb, f"observe.wandb={mode}", advice if mode == "online" else "set `observe.wandb=off`"))
+    with ExitStack() as opened:
+        sinks = [_open(opened, *entry) for entry in wanted]
+        opened.pop_all()  # all are open: none is closed here
     return sinks
+
+
+def _open(opened: ExitStack, build: Callable[[], Sink], setting: str, advice: str) -> Sink:
+    try:
+        sink = build()
+    except Exception as error:  # the libraries raise whatever their network and file layers do
+        raise RecipeError(f"`{setting}` could not start ({_describe(error)}); {advice}") from error
+    opened.callback(sink.close, failed=True)
+    return sink
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

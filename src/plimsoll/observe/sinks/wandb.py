@@ -7,8 +7,13 @@ from typing import Any, Literal
 
 import wandb
 
+from plimsoll.jsonl import write_atomic
+
 ID_FILE = "wandb_id"
 """In the run folder, so that a resumed run goes on as the same run there; --overwrite deletes it."""
+
+UPLOAD_LIMIT = 300.0
+"""Seconds at the end of a run for what is not sent yet: without a limit, a lost network would keep the run for ever."""
 
 
 class WandbSink:
@@ -30,8 +35,12 @@ class WandbSink:
             mode=mode,
             dir=str(run),
             config=dict(recipe),
-            # Nothing on the driver's stdout, which belongs to results, and no copy of what it prints.
-            settings=wandb.Settings(silent=True, console="off"),
+            settings=wandb.Settings(
+                silent=True,  # the driver's stdout belongs to results
+                console="off",  # and wandb gets no copy of what is printed
+                finish_timeout=UPLOAD_LIMIT,
+                finish_timeout_raises=True,
+            ),
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
@@ -41,13 +50,21 @@ class WandbSink:
         self._run.log({"step": step, **values})
 
     def close(self, *, failed: bool) -> None:
-        """Wait until everything is sent."""
-        self._run.finish(exit_code=int(failed))
+        """Wait until everything is sent. TimeoutError: it was not; `wandb sync FOLDER` sends it later."""
+        try:
+            self._run.finish(exit_code=int(failed))
+        except TimeoutError as error:
+            folder = Path(self._run.dir).parent
+            raise TimeoutError(
+                f"not everything was sent in {UPLOAD_LIMIT:g} s; `wandb sync {folder}` sends it"
+            ) from error
+        finally:
+            wandb.teardown(exit_code=int(failed))  # its own process, which would stay as long as this one
 
 
 def run_id(run: Path) -> str:
     """The id that this run folder has at wandb, made at the first call."""
     path = run / ID_FILE
     if not path.is_file():
-        path.write_text(f"{secrets.token_hex(4)}\n", encoding="ascii")
+        write_atomic(path, f"{secrets.token_hex(4)}\n".encode("ascii"))
     return path.read_text(encoding="ascii").strip()
