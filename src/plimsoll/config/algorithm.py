@@ -20,7 +20,7 @@ class AlgorithmConfig(Section):
     name: AlgorithmName = "dapo"
     """Preset. It fills the leaves that the recipe leaves out."""
     normalize_std: bool
-    """Divide group advantages by the group's standard deviation (population of the group, ddof 1)."""
+    """Divide group advantages by the standard deviation of the group's rewards (with n - 1)."""
     clip_low: float = Field(ge=0.0)
     """Ratio is clipped below at 1 - clip_low."""
     clip_high: float = Field(ge=0.0)

@@ -42,6 +42,7 @@ class WandbSink:
                 finish_timeout_raises=True,
             ),
         )
+        self._folder = Path(self._run.dir).parent
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -54,9 +55,8 @@ class WandbSink:
         try:
             self._run.finish(exit_code=int(failed))
         except TimeoutError as error:
-            folder = Path(self._run.dir).parent
             raise TimeoutError(
-                f"not everything was sent in {UPLOAD_LIMIT:g} s; `wandb sync {folder}` sends it"
+                f"not everything was sent in {UPLOAD_LIMIT:g} s; `wandb sync {self._folder}` sends it"
             ) from error
         finally:
             wandb.teardown(exit_code=int(failed))  # its own process, which would stay as long as this one
