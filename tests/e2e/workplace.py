@@ -51,6 +51,7 @@ train:
   epochs_per_rollout: 2
   eval_every: 5
 checkpoint: {every: 2}
+observe: {report: false}
 """
 
 REWARD = '''
