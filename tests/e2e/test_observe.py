@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from plimsoll.observe.metrics import without_times
 from tests.e2e.small import Small, environment, metrics
 from tests.extras import needs
+from tests.processes import children_left
 
 
 def events(folder: Path) -> dict[str, dict[int, float]]:
@@ -120,7 +120,7 @@ def test_wandb_keeps_every_row_offline_and_a_resumed_run_is_the_same_run(
         kept = by_step[row["step"]]
         assert {key: kept[key] for key in row} == row
     assert all(first.strip() in path.name for path in run.glob("wandb/offline-run-*"))
-    assert psutil.Process().children(recursive=True) == []  # wandb runs a process of its own
+    assert children_left() == []  # wandb runs a process of its own
     assert [record.exit_code for record in wandb_records(run, "exit")] == [0, 0]
     small.train("observe.wandb=offline", "train.steps=1", "--overwrite")
     assert (run / "wandb_id").read_text(encoding="ascii") != first

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from plimsoll.observe.report.writer import ReportWriter
+from tests.processes import children_left
 from tests.unit.observe.report_runs import metrics_rows, small_run, write_lines
 
 
@@ -21,10 +22,6 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.02)
-
-
-def children() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
 
 
 @pytest.fixture
@@ -43,18 +40,18 @@ def test_the_first_poke_writes_the_page_and_the_next_ones_wait_for_the_interval(
     writer.poke()
     wait_until((run / "report.html").is_file)
     first = (run / "report.html").stat().st_mtime_ns
-    wait_until(lambda: not [child for child in children() if child.status() != psutil.STATUS_ZOMBIE])
+    wait_until(lambda: not [child for child in children_left() if child.status() != psutil.STATUS_ZOMBIE])
     for _ in range(3):
         writer.poke()
-    assert children() == []  # the one that ended was taken off, and no other was started
+    assert children_left() == []  # the one that ended was taken off, and no other was started
     assert (run / "report.html").stat().st_mtime_ns == first
     write_lines(run / "metrics.jsonl", metrics_rows(14)[13:])
     writer.close()
     assert steps_in(run / "report.html") == 14
-    assert (children(), said) == ([], [])
+    assert (children_left(), said) == ([], [])
     writer.close()
     writer.poke()
-    assert children() == []
+    assert children_left() == []
 
 
 def test_two_writings_are_never_going_on_at_once(run: Path) -> None:
@@ -63,9 +60,9 @@ def test_two_writings_are_never_going_on_at_once(run: Path) -> None:
     time.sleep(0.01)
     writer.poke()
     writer.poke()
-    assert len(children()) <= 1
+    assert len(children_left()) <= 1
     writer.close()
-    assert children() == []
+    assert children_left() == []
 
 
 def test_a_page_that_cannot_be_written_is_said_once_with_the_reason(tmp_path: Path) -> None:
@@ -82,13 +79,13 @@ def test_a_run_that_ended_before_its_first_step_has_no_complaint_about_its_page(
     said: list[str] = []
     ReportWriter(tmp_path, 60.0, said.append).close()
     assert said == []
-    assert children() == []
+    assert children_left() == []
 
 
 def test_a_page_that_was_moved_away_does_not_reach_the_run(run: Path) -> None:
     writer = ReportWriter(run, 3600.0, lambda text: None)
     writer.poke()
-    wait_until(lambda: not [child for child in children() if child.status() != psutil.STATUS_ZOMBIE])
+    wait_until(lambda: not [child for child in children_left() if child.status() != psutil.STATUS_ZOMBIE])
     (run / "report.html").unlink()
     writer.poke()
     writer.close()
@@ -110,11 +107,11 @@ def test_a_writing_that_hangs_is_ended_at_the_limit(run: Path) -> None:
     said: list[str] = []
     writer = ReportWriter(run, 3600.0, said.append, wait_running=0.2, wait_last=30.0)
     writer.poke()
-    (child,) = children()
+    (child,) = children_left()
     child.send_signal(signal.SIGSTOP)
     (run / f".report.html.{child.pid}.tmp").write_text("half a page", encoding="utf-8")
     writer.close()
-    assert children() == []
+    assert children_left() == []
     assert len(said) == 1
     assert "took longer" in said[0]
     assert steps_in(run / "report.html") == 12  # the last writing took place all the same

@@ -15,6 +15,7 @@ from plimsoll.config.reward import RewardConfig
 from plimsoll.errors import RewardError
 from plimsoll.reward.pool import ScoringPool
 from plimsoll.types import Score
+from tests.processes import children_left
 from tests.unit.reward.requests import requests_for, write_function
 
 MakePool = Callable[..., ScoringPool]
@@ -35,11 +36,6 @@ def make_pool(tmp_path: Path) -> Iterator[MakePool]:
         pool.close()
         pool.close()  # twice is once
     assert children_left() == []
-
-
-def children_left() -> list[psutil.Process]:
-    """What pools could have left: multiprocessing's tracker, which other tests start, lives as long as this process."""
-    return [p for p in psutil.Process().children(recursive=True) if "resource_tracker" not in " ".join(p.cmdline())]
 
 
 def values(scores: list[Score]) -> list[float | None]:

@@ -15,6 +15,7 @@ import pytest
 
 from plimsoll.reward.sandbox import PYTHON, Limits, Result, isolation, remove_stale, run_program
 from plimsoll.reward.sandbox_child import FILES, NETWORK, PROCESSES
+from tests.processes import children_left
 
 SECONDS = 1.0
 BARE: frozenset[str] = frozenset()
@@ -36,7 +37,7 @@ def _nothing_left() -> Iterator[None]:  # pyright: ignore[reportUnusedFunction]
     assert psutil.Process().memory_info().rss - memory < 64 * 2**20
     left = [p for p in psutil.process_iter() if p.pid not in before and p.create_time() >= mark - 1 and is_program(p)]
     assert [(p, p.ppid(), p.cmdline()) for p in left] == []
-    assert psutil.Process().children() == []
+    assert children_left() == []
 
 
 def left_folders() -> set[Path]:
@@ -324,7 +325,7 @@ def test_nothing_is_left_when_the_caller_is_killed(isolated: bool) -> None:
         remove_stale()
         assert not folder.exists()
     wait_for(lambda: not programs())
-    for child in psutil.Process().children():  # orphans that came to us
+    for child in children_left():  # orphans that came to us
         child.wait(5)
 
 
