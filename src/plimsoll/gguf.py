@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from plimsoll.config.extras import how_to_install, installed
+from plimsoll.config.files import gguf_files
 from plimsoll.errors import RefusedError
 from plimsoll.model.build import quiet_transformers
 from plimsoll.update.construct import own_tensors
@@ -56,7 +57,7 @@ def find_gguf(path: Path) -> Path | None:
     """
     if path.is_file() or path.suffix == ".gguf":
         return path
-    files = sorted(path.glob("*.gguf")) if path.is_dir() and not (path / "config.json").is_file() else []
+    files = gguf_files(path)
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
         raise RefusedError(f"{path} holds {len(files)} GGUF files ({names}): name one of them")

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from plimsoll.advantage.keep import DropCounts
 from plimsoll.rollout.collector import Collected
+from plimsoll.rollout.evaluation import part_means
 from plimsoll.types import FinishReason, Group, Sample
 
 
@@ -40,16 +41,13 @@ def _reward_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     if not rewards:
         return {}
     scores = [sample.score.value for sample in samples if sample.score.value is not None]
-    parts: dict[str, list[float]] = {}
-    for sample in samples:
-        for name, value in sample.score.parts.items():
-            parts.setdefault(name, []).append(value)
+    parts = part_means([sample.score for sample in samples])
     return {
         "reward/mean": _mean(rewards),
         "reward/max": max(rewards),
         "reward/min": min(rewards),
         "reward/score_mean": _mean(scores),  # before overlong shaping
-        **{f"reward/part/{name}": _mean(values) for name, values in parts.items()},
+        **{f"reward/part/{name}": mean for name, mean in parts.items()},
     }
 
 

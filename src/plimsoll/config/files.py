@@ -58,7 +58,12 @@ def _gguf(named: str) -> Path | None:
     path = Path(named)
     if path.suffix == ".gguf":
         return path
-    return None if (path / "config.json").is_file() else next(iter(sorted(path.glob("*.gguf"))), None)
+    return next(iter(gguf_files(path)), None)
+
+
+def gguf_files(folder: Path) -> list[Path]:
+    """The GGUF files of a folder; none where it holds a Hugging Face model, or is no folder."""
+    return sorted(folder.glob("*.gguf")) if folder.is_dir() and not (folder / "config.json").is_file() else []
 
 
 def _convert(key: str, file: Path) -> str:

@@ -110,7 +110,7 @@ def evaluate(
         mean_length=sum(len(done.token_ids) for done in completions.values()) / len(completions),
         n=len(draws),
         num_unscored=len(scores) - len(values),
-        parts=_part_means(scores),
+        parts=part_means(scores),
     )
 
 
@@ -132,7 +132,8 @@ def _check_part(scores: Sequence[Score], part: str | None) -> None:
     )
 
 
-def _part_means(scores: Sequence[Score]) -> dict[str, float]:
+def part_means(scores: Sequence[Score]) -> dict[str, float]:
+    """The mean of each part over the scores that have it."""
     values: dict[str, list[float]] = {}
     for score in scores:
         for name, value in score.parts.items():
