@@ -35,7 +35,7 @@ from plimsoll.memory.phases import Phase
 from plimsoll.memory.resident import Resident
 from plimsoll.memory.snapshot import recorded_allocations
 from plimsoll.model.build import quiet_transformers, read_config
-from plimsoll.observe.console import Console, setup_logging
+from plimsoll.observe.console import Console, logging_to
 from plimsoll.observe.metrics import JsonlWriter
 from plimsoll.observe.profile import Profiler
 from plimsoll.observe.report.writer import ReportWriter
@@ -151,7 +151,7 @@ def open_session(recipe: Recipe, *, objective: Objective, resume: bool, overwrit
     """A session ready for its first step, or for the step after the newest complete checkpoint."""
     with ExitStack() as stack:
         console = stack.enter_context(Console(recipe.observe.console))
-        setup_logging(console)
+        stack.enter_context(logging_to(console))
         quiet_transformers()
         run_root = Path(recipe.run_root)
         RunFolder.check(run_root, recipe.name, resume=resume, overwrite=overwrite)

@@ -11,7 +11,7 @@ from plimsoll.config.recipe import Recipe
 from plimsoll.data.load import load_dataset
 from plimsoll.data.tokenizer import load_tokenizer
 from plimsoll.model.build import DTYPES, load_pretrained, quiet_transformers, read_config
-from plimsoll.observe.console import Console, setup_logging
+from plimsoll.observe.console import Console, logging_to
 from plimsoll.reward.pool import ScoringPool
 from plimsoll.reward.resolve import check_sources, needs_answer
 from plimsoll.rollout.evaluation import EvalResult, evaluate
@@ -37,7 +37,11 @@ def run(target: Path, recipe: Recipe) -> EvalSummary:
     Raises RefusedError when there is no model at `target`, DataError when the held-out rows cannot be used.
     """
     console = Console(recipe.observe.console)
-    setup_logging(console)
+    with logging_to(console):
+        return _run(target, recipe, console)
+
+
+def _run(target: Path, recipe: Recipe, console: Console) -> EvalSummary:
     quiet_transformers()
     model_folder = locate_model(target).model
     tokenizer = load_tokenizer(Path(recipe.model.tokenizer) if recipe.model.tokenizer else model_folder)

@@ -4,7 +4,8 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from typing import Literal, TextIO
 
 from rich.console import Console as RichConsole
@@ -172,16 +173,25 @@ class _Display:
         return None if first == last else (end - start) / (last - first) * (self.total - last)
 
 
-def setup_logging(console: Console) -> None:
-    """Lead the logging of this process, warnings included, to the console: ours from INFO on, others' warnings."""
-    root = logging.getLogger()
-    for handler in list(root.handlers):
-        if isinstance(handler, _ConsoleHandler):
-            root.removeHandler(handler)
-    root.addHandler(_ConsoleHandler(console))
+@contextmanager
+def logging_to(console: Console) -> Generator[None]:
+    """Lead the logging of this process, warnings included, to the console: ours from INFO on, others' warnings.
+
+    Taken back at the end: a handler left behind would write to a stream that its owner may have closed since.
+    """
+    root, ours, handler = logging.getLogger(), logging.getLogger("plimsoll"), _ConsoleHandler(console)
+    levels = root.level, ours.level
+    root.addHandler(handler)
     root.setLevel(logging.WARNING)
-    logging.getLogger("plimsoll").setLevel(logging.WARNING if console.mode == "off" else logging.INFO)
+    ours.setLevel(logging.WARNING if console.mode == "off" else logging.INFO)
     logging.captureWarnings(True)
+    try:
+        yield
+    finally:
+        logging.captureWarnings(False)
+        root.removeHandler(handler)
+        root.setLevel(levels[0])
+        ours.setLevel(levels[1])
 
 
 class _ConsoleHandler(logging.Handler):

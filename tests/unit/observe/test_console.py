@@ -4,25 +4,12 @@ import io
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
 
 import pytest
 
-from plimsoll.observe.console import Console, duration, setup_logging
+from plimsoll.observe.console import Console, duration, logging_to
 
 VALUES = {"reward": 0.4312, "len": 6.93, "entropy": 0.521, "kl": 0.0, "grad": 0.834, "tok/s": 1234.4}
-
-
-@pytest.fixture
-def restored_logging() -> Iterator[None]:
-    root = logging.getLogger()
-    ours = logging.getLogger("plimsoll")
-    handlers, levels = list(root.handlers), (root.level, ours.level)
-    yield
-    logging.captureWarnings(False)
-    root.handlers[:] = handlers
-    root.setLevel(levels[0])
-    ours.setLevel(levels[1])
 
 
 def test_plain_mode_says_one_line_a_step() -> None:
@@ -132,17 +119,18 @@ def test_no_control_character_of_a_message_reaches_the_terminal() -> None:
     assert out.getvalue() == "a\\x1b[31mb\\x07\\x9b\\x00 [bold]c[/bold] \\ud83d 日本\n"
 
 
-@pytest.mark.usefixtures("restored_logging")
 def test_logging_goes_through_the_console_with_its_level() -> None:
     out = io.StringIO()
     console = Console("plain", stream=out)
-    setup_logging(console)
-    setup_logging(console)  # again: no line twice
-    logging.getLogger("plimsoll.memory").info("After update_actor, %d", 3)
-    logging.getLogger("plimsoll.memory").debug("hidden")
-    logging.getLogger("plimsoll.train").warning("two\nlines")
-    logging.getLogger("library").info("hidden")
-    logging.getLogger("library").error("broken")
+    with logging_to(console):
+        logging.getLogger("plimsoll.memory").info("After update_actor, %d", 3)
+        logging.getLogger("plimsoll.memory").debug("hidden")
+        logging.getLogger("plimsoll.train").warning("two\nlines")
+        logging.getLogger("library").info("hidden")
+        logging.getLogger("library").error("broken")
+    out_of_it = len(out.getvalue())
+    logging.getLogger("library").error("after the run")
+    assert len(out.getvalue()) == out_of_it
     assert out.getvalue().splitlines() == [
         "After update_actor, 3",
         "warning: two",
@@ -151,14 +139,11 @@ def test_logging_goes_through_the_console_with_its_level() -> None:
     ]
 
 
-@pytest.mark.usefixtures("restored_logging")
 def test_warnings_of_libraries_go_through_the_console() -> None:
     out = io.StringIO()
-    with warnings.catch_warnings():
-        setup_logging(Console("plain", stream=out))
+    with warnings.catch_warnings(), logging_to(Console("plain", stream=out)):
         warnings.simplefilter("always")
         warnings.warn("old name", UserWarning, stacklevel=1)
-        logging.captureWarnings(False)
     assert "UserWarning: old name" in out.getvalue()
 
 
