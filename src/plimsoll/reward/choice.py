@@ -93,12 +93,9 @@ def _chosen(response: str, shapes: _Shapes, strict: bool) -> str | None:
     if marks:
         return max(marks, key=lambda mark: mark[0])[1]
     text = _plain(response)
-    found = shapes.whole.fullmatch(text)
-    if found is not None:
-        return found[1].upper()
-    leading = shapes.leading.match(text)
-    if leading is not None:
-        return _unless_joined(text, leading, shapes)
+    begun = _begun(text, shapes)
+    if begun is not None:
+        return _unless_joined(text, begun, shapes)
     alone = [] if strict else [match for match in shapes.alone.finditer(text) if not _is_pronoun(text, match)]
     several = len(alone) > 1 and shapes.joined.match(text, alone[-2].end(1)) is not None
     return alone[-1][1] if alone and not several else None
@@ -121,19 +118,21 @@ def _marks(response: str, shapes: _Shapes) -> Iterator[tuple[int, str | None]]:
 def _letter(content: str, shapes: _Shapes) -> str | None:
     """The one letter that a marked text names, or None."""
     text = _plain(content)
-    whole = shapes.whole.fullmatch(text)
-    if whole is not None:
-        return whole[1].upper()
-    leading = shapes.leading.match(text)
-    if leading is not None:
-        return _unless_joined(text, leading, shapes)
+    begun = _begun(text, shapes)
+    if begun is not None:
+        return _unless_joined(text, begun, shapes)
     named = {match[1] for match in shapes.alone.finditer(text)}
     return named.pop() if len(named) == 1 else None
 
 
+def _begun(text: str, shapes: _Shapes) -> re.Match[str] | None:
+    """Where a text is a letter, or begins with one that is set off from the rest."""
+    return shapes.whole.fullmatch(text) or shapes.leading.match(text)
+
+
 def _unless_joined(text: str, match: re.Match[str], shapes: _Shapes) -> str | None:
     """The letter of the match; None for "A or B", which is no choice."""
-    return None if shapes.joined.match(text, match.end(1)) else match[1]
+    return None if shapes.joined.match(text, match.end(1)) else match[1].upper()
 
 
 def _is_pronoun(text: str, match: re.Match[str]) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from plimsoll.jsonl import JsonlWriter, json_line
 from plimsoll.memory.ledger import GIB, Ledger, LedgerRow
+from tests.ledger_rows import ROW
 
 RECIPE: dict[str, Any] = {
     "name": "small",
@@ -50,14 +51,13 @@ def metrics_rows(num_steps: int, seed: int = 0) -> list[dict[str, Any]]:
 def ledger_row(step: int, phase: str, rank: int, *, device: bool) -> LedgerRow:
     """A row with plausible numbers that all differ."""
     unit = GIB + 1000 * step + 10 * rank + len(phase)
-    row = LedgerRow(
+    row = replace(
+        ROW,
         step=step,
         phase=phase,
         rank=rank,
         device=f"cuda:{rank}" if device else "cpu",
-        process="trainer",
         pid=100 + rank,
-        failed=False,
         host_anonymous=unit,
         host_anonymous_peak=unit + 77,
         host_growth=0,
@@ -67,16 +67,6 @@ def ledger_row(step: int, phase: str, rank: int, *, device: bool) -> LedgerRow:
         host_pinned=3000 if device else None,
         host_available=64 * GIB,
         host_limit=128 * GIB,
-        device_allocated=None,
-        device_reserved=None,
-        device_allocated_peak=None,
-        device_reserved_peak=None,
-        device_used=None,
-        device_total=None,
-        device_non_torch=None,
-        device_released=None,
-        fragmentation=None,
-        unattributed=None,
         residents={"actor_parameters": 3_000_000, "kv_cache": 5_000_000 + step, "new_thing": 400_000},
         predicted={"actor_parameters": None, "kv_cache": 5_000_000, "new_thing": None},
         allocator="expandable" if device else "none",
