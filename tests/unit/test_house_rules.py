@@ -24,14 +24,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "advantage": set(),
     "batch": set(),
     "loss": set(),
-    "update": {"loss", "advantage", "model", "parallel", "plane", "memory.resident"},
+    "update": {"loss", "advantage", "model", "parallel", "plane", "weights", "memory.resident"},
     "sync": {"model", "parallel", "weights", "memory.resident"},
     "memory": set(),
     "checkpoint": {"weights"},
     "observe": set(),
     # What stages stand on.
     "config": set(),
-    "model": {"loss"},
+    "model": {"loss", "weights"},  # building on the meta device asks the checkpoint whether its embeddings are tied
     "parallel": {"model"},
     "weights": set(),
     "cluster": {"memory.allocator"},

@@ -1,0 +1,78 @@
+"""What ranks agree about while they read and write files: a group of its own with a long time-out.
+
+Writing a checkpoint takes minutes, and the training group's time-out may be seconds: a barrier in it would end the run
+while a slow disk is still busy. A failure on one rank becomes the same error on all of them, at once.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from plimsoll.errors import CheckpointError, PlimsollError
+
+T = TypeVar("T")
+
+TIMEOUT = timedelta(hours=6)
+"""Longer than any disk should take for one file; a rank that dies is seen at once all the same."""
+
+
+class ControlGroup:
+    """All ranks of the run, over gloo. Without torch.distributed: one rank, and nothing is sent.
+
+    Making it is collective (every rank, in the same order as its other groups). Only one thread at a time may use it.
+    """
+
+    def __init__(self, timeout: timedelta = TIMEOUT) -> None:
+        self.ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self.rank = dist.get_rank() if self.ranks > 1 else 0
+        self._group: Any = dist.new_group(backend="gloo", timeout=timeout) if self.ranks > 1 else None
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        if self._group is not None:
+            dist.monitored_barrier(self._group, timeout=TIMEOUT)
+
+    def gather(self, value: T) -> list[T]:
+        """`value` of every rank, in rank order, on every rank."""
+        if self._group is None:
+            return [value]
+        found: list[Any] = [None] * self.ranks
+        dist.all_gather_object(found, value, group=self._group)
+        return found
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Run `work` on every rank; its result, or on all ranks the error of the lowest rank that failed.
+
+        The error keeps its class where it is one of ours, else it is a CheckpointError that names the rank. What is
+        not an Exception (an interrupt) is told to the others as a failure and raised as it is here.
+        """
+        result: T | None = None
+        own: BaseException | None = None
+        try:
+            result = work()
+        except BaseException as error:
+            own = error
+        failures = self.gather(None if own is None else (self.rank, _portable(own)))
+        if own is not None and not isinstance(own, Exception):
+            raise own
+        first = next((failure for failure in failures if failure is not None), None)
+        if first is not None:
+            rank, error = first
+            if rank == self.rank and own is not None:
+                raise own
+            raise error
+        return result  # pyright: ignore[reportReturnType]  # None only where `work` returned it
+
+    def close(self) -> None:
+        """Give the group up; collective. Nothing to do for one rank."""
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+
+def _portable(error: BaseException) -> PlimsollError:
+    if isinstance(error, PlimsollError):
+        return error
+    return CheckpointError(f"{type(error).__name__}: {error}")
