@@ -1,5 +1,6 @@
 """Several gloo ranks for a test: spawned once, each returns one object."""
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -24,9 +25,10 @@ def run_ranks(
     folder.mkdir(parents=True, exist_ok=True)
     context = mp.spawn(_rank, args=(ranks, folder, work, args, group_timeout), nprocs=ranks, join=False)
     try:
-        finished = context.join(timeout=TIMEOUT)
-        finished = finished or context.join(timeout=TIMEOUT)  # True only when the last of them has ended
-        assert finished, f"{ranks} ranks did not end within {2 * TIMEOUT} s"
+        deadline = time.monotonic() + 2 * TIMEOUT
+        # It returns whenever a rank has ended, and True only when the last of them has.
+        while not context.join(timeout=max(0.0, deadline - time.monotonic())):
+            assert time.monotonic() < deadline, f"{ranks} ranks did not end within {2 * TIMEOUT} s"
     finally:
         for process in context.processes:
             process.kill()

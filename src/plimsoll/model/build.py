@@ -2,15 +2,35 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from plimsoll.errors import RefusedError
+from plimsoll.weights.files import WeightFiles
+from plimsoll.weights.hf_names import dtype_exceptions
+from plimsoll.weights.names import checkpoint_tables
+from plimsoll.weights.ties import broken_ties, untie
+
+ModelKind: TypeAlias = Literal["causal", "sequence_classification", "token_classification"]
+
+_CLASSES: Mapping[str, Any] = {
+    "causal": AutoModelForCausalLM,
+    "sequence_classification": AutoModelForSequenceClassification,
+    "token_classification": AutoModelForTokenClassification,
+}
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
@@ -63,6 +83,46 @@ def load_pretrained(folder: Path, dtype: torch.dtype, device: torch.device) -> P
     return lm.to(device)  # pyright: ignore[reportArgumentType]
 
 
+def build_meta(
+    source: Path | PreTrainedConfig,
+    dtype: torch.dtype,
+    *,
+    auto_class: ModelKind = "causal",
+    num_labels: int | None = None,
+    files: WeightFiles | None = None,
+) -> PreTrainedModel:
+    """The model of a Hugging Face folder, or of a config, without memory (meta device), in evaluation mode.
+
+    Weights are tied as the config says, unless the files of the folder hold both names with different values: then the
+    model is untied, as `from_pretrained` leaves it. (Of a config alone that cannot be known; give `files` if there are
+    any.) `num_labels`: outputs of a new classification head; a value head is a token classification with one.
+    `files`: where the weights are, when not in the folder itself. The attention is the family's own default.
+    """
+    folder = source if isinstance(source, Path) else None
+    config = read_config(source) if isinstance(source, Path) else _fresh(source)
+    _check_class(config, folder or Path(config.name_or_path or "model.config"), auto_class)
+    if num_labels is not None:
+        config.num_labels = num_labels
+    with torch.device("meta"):
+        model = cast("PreTrainedModel", _CLASSES[auto_class].from_config(config, dtype=dtype))
+    for name, kept in dtype_exceptions(model, dtype).items():
+        tensor = model.get_parameter(name)
+        tensor.data = tensor.data.to(kept)  # in place: a tie stays
+    if files is not None:
+        _untie_as_stored(model, files)
+    elif folder is not None:
+        with WeightFiles(folder) as opened:
+            _untie_as_stored(model, opened)
+    if folder is not None and model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model.eval()
+
+
+def _untie_as_stored(model: PreTrainedModel, files: WeightFiles) -> None:
+    for name in broken_ties(model, checkpoint_tables(model, files.tensors), files):
+        untie(model, name)
+
+
 def build_random(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, seed: int) -> PreTrainedModel:
     """Fresh weights, a function of config, seed and dtype alone; the global generator is left as it was."""
     _check_causal(config, Path(config.name_or_path or "model.config"))
@@ -103,7 +163,12 @@ def _fresh(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _check_causal(config: PreTrainedConfig, source: Path) -> None:
-    if type(config) not in AutoModelForCausalLM._model_mapping:  # pyright: ignore[reportPrivateUsage]
+    _check_class(config, source, "causal")
+
+
+def _check_class(config: PreTrainedConfig, source: Path, kind: ModelKind) -> None:
+    if type(config) not in _CLASSES[kind]._model_mapping:
+        what = "causal language model" if kind == "causal" else f"model for {kind.replace('_', ' ')}"
         raise RefusedError(
-            f"model.path: {source} is of type {config.model_type!r}, which has no causal language model in transformers"
+            f"model.path: {source} is of type {config.model_type!r}, which has no {what} in transformers"
         )

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-
 from plimsoll.errors import CheckpointError, PlimsollError
 
 T = TypeVar("T")
@@ -25,6 +23,9 @@ class ControlGroup:
     """
 
     def __init__(self, timeout: timedelta = TIMEOUT) -> None:
+        import torch.distributed as dist  # here: whoever only looks for a checkpoint does not wait for torch
+
+        self._dist = dist
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if self.ranks > 1 else 0
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout) if self.ranks > 1 else None
@@ -32,14 +33,14 @@ class ControlGroup:
     def barrier(self) -> None:
         """Wait for every rank."""
         if self._group is not None:
-            dist.monitored_barrier(self._group, timeout=TIMEOUT)
+            self._dist.monitored_barrier(self._group, timeout=TIMEOUT)
 
     def gather(self, value: T) -> list[T]:
         """`value` of every rank, in rank order, on every rank."""
         if self._group is None:
             return [value]
         found: list[Any] = [None] * self.ranks
-        dist.all_gather_object(found, value, group=self._group)
+        self._dist.all_gather_object(found, value, group=self._group)
         return found
 
     def together(self, work: Callable[[], T]) -> T:
@@ -67,8 +68,8 @@ class ControlGroup:
 
     def close(self) -> None:
         """Give the group up; collective. Nothing to do for one rank."""
-        if self._group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._group)
+        if self._group is not None and self._dist.is_initialized():
+            self._dist.destroy_process_group(self._group)
             self._group = None
 
 

@@ -3,10 +3,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig
+from transformers import AutoModelForCausalLM, BertConfig, Qwen2ForCausalLM
 
 from plimsoll.errors import RefusedError
-from plimsoll.model.build import build_random, build_rollout_skeleton, load_pretrained, model_folder, read_config
+from plimsoll.model.build import (
+    build_meta,
+    build_random,
+    build_rollout_skeleton,
+    load_pretrained,
+    model_folder,
+    read_config,
+)
 from tests import tiny
 
 CPU = torch.device("cpu")
@@ -71,3 +78,37 @@ def test_the_skeleton_has_every_buffer_and_no_memory_for_parameters(family: str)
         assert ours[name].data_ptr() != buffer.data_ptr()
     assert skeleton.state_dict().keys() == model.state_dict().keys()
     assert skeleton.config is not model.config
+
+
+def test_a_model_on_the_meta_device_is_the_one_that_from_pretrained_builds(tmp_path: Path) -> None:
+    source = tiny.qwen2()
+    source.generation_config.eos_token_id = [2, 5]
+    source.save_pretrained(tmp_path)
+    model = build_meta(tmp_path, torch.bfloat16)
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert not model.training
+    assert model.generation_config.eos_token_id == [2, 5]
+    again = build_meta(model.config, torch.float32)
+    assert again.dtype is torch.float32
+    assert model.config.dtype is torch.bfloat16
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+
+
+def test_what_a_family_keeps_in_fp32_stays_in_fp32_and_tied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.qwen2().save_pretrained(tmp_path)
+    monkeypatch.setattr(Qwen2ForCausalLM, "_keep_in_fp32_modules_strict", {"norm", "embed_tokens"})
+    model = build_meta(tmp_path, torch.bfloat16)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters(remove_duplicate=False)}
+    assert dtypes == {name: parameter.dtype for name, parameter in expected.named_parameters(remove_duplicate=False)}
+    assert set(dtypes.values()) == {torch.float32, torch.bfloat16}
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_family_without_the_wanted_head_is_refused(tmp_path: Path) -> None:
+    tiny.gemma3().save_pretrained(tmp_path)
+    with pytest.raises(RefusedError, match=r"gemma3_text.*has no model for token classification"):
+        build_meta(tmp_path, torch.float32, auto_class="token_classification")
+    assert build_meta(tmp_path, torch.float32, auto_class="sequence_classification", num_labels=1).num_labels == 1
