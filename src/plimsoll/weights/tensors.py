@@ -6,16 +6,17 @@ length of the header, a JSON header {name: {dtype, shape, data_offsets}}, then t
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol, TypeVar
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from plimsoll.errors import CheckpointError
+from plimsoll.weights.host_bytes import host_bytes
 
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -52,28 +53,57 @@ class TensorSpec:
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
-def write_specs(path: Path, specs: Sequence[TensorSpec]) -> int:
-    """Write a safetensors file; at most one tensor of `specs` is held at a time. Returns its size in bytes."""
+class Described(Protocol):
+    """What the header says about a tensor."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+D = TypeVar("D", bound=Described)
+
+
+def header_of(tensors: Iterable[D]) -> tuple[bytes, list[tuple[D, int]], int]:
+    """What stands before the bytes of the tensors; each tensor, in file order, with the offset of its first byte from
+    the start of the file; the size of the file."""
     # Widest dtype first: every tensor then starts at a multiple of its own item size.
-    ordered = sorted(specs, key=lambda spec: (-spec.dtype.itemsize, spec.name))
+    ordered = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file that does not say so
     offset = 0
-    for spec in ordered:
-        assert spec.name not in header, f"two tensors named {spec.name}"
-        header[spec.name] = {
-            "dtype": _DTYPE_NAMES[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": [offset, offset + spec.num_bytes],
+    offsets: list[int] = []
+    for tensor in ordered:
+        assert tensor.name not in header, f"two tensors named {tensor.name}"
+        header[tensor.name] = {
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.num_bytes],
         }
-        offset += spec.num_bytes
+        offsets.append(offset)
+        offset += tensor.num_bytes
     text = json.dumps(header, separators=(",", ":")).encode("utf-8")
     text += b" " * (-len(text) % _ALIGNMENT)
+    data = 8 + len(text)
+    placed = [(tensor, data + start) for tensor, start in zip(ordered, offsets, strict=True)]
+    return len(text).to_bytes(8, "little") + text, placed, data + offset
+
+
+def write_specs(path: Path, specs: Sequence[TensorSpec]) -> int:
+    """Write a safetensors file; at most one tensor of `specs` is held at a time. Returns its size in bytes."""
+    header, placed, num_bytes = header_of(specs)
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        for spec in ordered:
+        file.write(header)
+        for spec, _ in placed:
             _write_bytes(file, spec)
-    return 8 + len(text) + offset
+    return num_bytes
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> int:
@@ -139,6 +169,5 @@ def _write_bytes(file: BinaryIO, spec: TensorSpec) -> None:
     assert type(tensor) is Tensor or type(tensor) is torch.nn.Parameter, f"{spec.name} is a {type(tensor).__name__}"
     if tensor.numel() == 0:
         return
-    # As bytes: numpy knows no bfloat16. reshape first: a scalar cannot be viewed as another dtype.
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    file.write(flat.numpy().data)
+    here = tensor.detach().cpu().contiguous()
+    file.write(host_bytes(here))
