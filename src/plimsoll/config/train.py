@@ -46,7 +46,9 @@ class TrainConfig(Section):
     compile: bool = False
     """torch.compile each layer."""
     optimizer_state: Literal["device", "streamed", "auto"] = "auto"
-    """Where AdamW's moments live."""
+    """Where AdamW's moments live. `device`: beside the parameters. `streamed`: in host memory of their exact size, and
+    taken through the device group by group within each step (768 MiB of it for that time); the same bits. `auto`:
+    `streamed` where parameters, gradients and moments would take more than 80 % of a GPU, else `device`."""
     eval_every: int | None = Field(default=None, ge=1)
     """Steps between evaluations. Default: only before the first step and after the last."""
     eval_at_ends: bool = True

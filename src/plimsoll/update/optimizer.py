@@ -1,19 +1,27 @@
 """AdamW with clipping, a schedule, and steps that are skipped whole when a gradient is not finite."""
 
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from plimsoll.config.train import TrainConfig
-from plimsoll.errors import CheckpointError
 from plimsoll.parallel.reduce import global_norm
-from plimsoll.parallel.tensors import full, load_full, local
+from plimsoll.parallel.tensors import local
+from plimsoll.update.adamw import AdamWPlace, AdamWSettings, DeviceAdamW
 from plimsoll.update.schedule import learning_rate
+from plimsoll.update.streamed import StreamedAdamW
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+logger = logging.getLogger(__name__)
+
+DEVICE_SHARE = 0.8
+"""Share of a device's memory that parameters, gradients and moments may take together; the rest is for activations."""
+
+Location = Literal["device", "streamed"]
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -31,28 +39,31 @@ class StepOutcome:
 class Optimizer:
     """AdamW (arXiv:1711.05101) over named parameters. Matrices decay, vectors (norms, biases) do not.
 
-    The fused kernel is used on every device: elementwise, so equal inputs give equal bits on a CPU with equal threads.
+    The fused kernel is used on every device: elementwise, so equal inputs give equal bits on a CPU with equal threads,
+    and wherever the moments live.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: TrainConfig, total_steps: int) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        config: TrainConfig,
+        total_steps: int,
+        *,
+        location: Location = "device",
+    ) -> None:
+        """`location`: where the moments live between steps, see `locate_moments`."""
         self._parameters = dict(parameters)
         self._config = config
         self._total_steps = total_steps
         self.steps = 0
-        decayed = [p for p in self._parameters.values() if p.ndim >= 2]
-        plain = [p for p in self._parameters.values() if p.ndim < 2]
-        groups = [
-            {"params": params, "weight_decay": decay}
-            for params, decay in ((decayed, config.weight_decay), (plain, 0.0))
-            if params
-        ]
-        self._adamw = torch.optim.AdamW(
-            groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.epsilon, fused=True
-        )
+        self.location: Location = location
+        place = StreamedAdamW if location == "streamed" else DeviceAdamW
+        self._adamw: AdamWPlace = place(self._parameters, AdamWSettings.of(config))
 
     def zero_grad(self) -> None:
         """Free the gradients."""
-        self._adamw.zero_grad(set_to_none=True)
+        for parameter in self._parameters.values():
+            parameter.grad = None
 
     def step(self) -> StepOutcome:
         """Clip and step, or skip. Collective on several ranks, which all decide alike: the norm is global."""
@@ -65,9 +76,7 @@ class Optimizer:
         if limit is not None and norm > limit:
             for gradient in gradients:
                 local(gradient).mul_(limit / norm)
-        for group in self._adamw.param_groups:
-            group["lr"] = rate
-        self._adamw.step()
+        self._adamw.step(rate)
         self.steps += 1
         return StepOutcome(grad_norm=norm, learning_rate=rate, skipped=False)
 
@@ -76,39 +85,65 @@ class Optimizer:
         return [p.grad for p in self._parameters.values() if p.grad is not None]
 
     def tensors(self) -> list[Tensor]:
-        """Moments, for counting bytes."""
-        return [state[moment] for state in self._adamw.state.values() for moment in _MOMENTS]
+        """What the moments take, for counting bytes."""
+        return self._adamw.tensors()
 
-    def state(self) -> dict[str, Tensor]:
-        """`NAME.exp_avg`, `NAME.exp_avg_sq` (full tensors) and `NAME.step` (float32 scalar). Empty before a first step.
+    def moments(self) -> dict[str, dict[str, Tensor]]:
+        """Parameter → `exp_avg`, `exp_avg_sq`, sharded as the parameter is; they share memory with the optimizer.
 
-        On one rank the tensors share memory with the optimizer: write them before the next step.
+        Streamed, the local parts are on the host, whatever the device of the mesh. They are as of now, until the next
+        step. A parameter that has had no gradient yet has none.
         """
-        flat: dict[str, Tensor] = {}
-        for name, parameter in self._parameters.items():
-            if parameter in self._adamw.state:
-                held = self._adamw.state[parameter]
-                flat |= {f"{name}.{moment}": full(held[moment]) for moment in _MOMENTS}
-                flat[f"{name}.step"] = held["step"].detach().cpu()
-        return flat
+        return self._adamw.moments()
 
-    def load_state(self, flat: Mapping[str, Tensor], steps: int) -> None:
-        """Put back what `state` gave. CheckpointError names tensors that are missing or belong to nobody."""
-        known = {f"{name}.{leaf}" for name in self._parameters for leaf in (*_MOMENTS, "step")}
-        if unknown := sorted(set(flat) - known):
-            raise CheckpointError(f"optimizer state for unknown parameters: {', '.join(unknown[:8])}")
-        self._adamw.state.clear()
-        for name, parameter in self._parameters.items():
-            leaves = [leaf for leaf in (*_MOMENTS, "step") if f"{name}.{leaf}" in flat]
-            if not leaves:  # a parameter that has had no gradient yet
-                continue
-            if len(leaves) != 3:
-                raise CheckpointError(f"optimizer state of {name} is incomplete: only {', '.join(leaves)}")
-            held: dict[str, Tensor] = {}
-            for moment in _MOMENTS:
-                held[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-                load_full(held[moment], flat[f"{name}.{moment}"])
-            # A copy: the fused kernel counts in place, and the caller's tensor is the caller's.
-            held["step"] = flat[f"{name}.step"].to(parameter.device, torch.float32, copy=True)
-            self._adamw.state[parameter] = held
-        self.steps = steps
+    def steps_by_name(self) -> dict[str, float]:
+        """Steps that each parameter of `moments` has had: AdamW corrects its bias by this count."""
+        return self._adamw.steps_by_name()
+
+    def empty_moments(self) -> dict[str, dict[str, Tensor]]:
+        """Moments of zeros for every parameter, for a reader to fill in place; then call `finish_load`."""
+        return self._adamw.empty_moments()
+
+    def finish_load(self, steps: Mapping[str, float]) -> None:
+        """Take the step counts; parameters without one have had no gradient yet, and their moments are dropped.
+
+        The caller sets `self.steps`, the position in the schedule.
+        """
+        self._adamw.finish_load(steps)
+
+
+def locate_moments(
+    train: TrainConfig, device_memory: int | None, parameters: Iterable[Tensor], device: torch.device
+) -> Location:
+    """`train.optimizer_state`, and what its `auto` means for this rank's part of `parameters`; the log says it.
+
+    `device_memory`: bytes that the run may use of the device; None: all that it has.
+    The places give equal bits: ranks need not agree, and a resumed run may take another one.
+    """
+    wanted = train.optimizer_state
+    if wanted != "auto":
+        return wanted
+    if device.type != "cuda":
+        return "device"
+    properties = cast("Any", torch.cuda.get_device_properties(device))  # torch does not type it
+    capacity = int(device_memory or properties.total_memory)
+    num_bytes = training_bytes(parameters)
+    chosen = choose_location(num_bytes, capacity)
+    logger.info(
+        "train.optimizer_state=auto: %s (parameters, gradients and moments of this rank are %.1f GiB, the device %.1f)",
+        chosen,
+        num_bytes / 2**30,
+        capacity / 2**30,
+    )
+    return chosen
+
+
+def choose_location(num_bytes: int, capacity: int) -> Location:
+    """`num_bytes`: of parameters, gradients and moments; `capacity`: of the device."""
+    return "device" if num_bytes <= DEVICE_SHARE * capacity else "streamed"
+
+
+def training_bytes(parameters: Iterable[Tensor]) -> int:
+    """Bytes of parameters, gradients and both moments, this rank's part."""
+    shards = [local(parameter) for parameter in parameters]
+    return 4 * sum(shard.numel() * shard.element_size() for shard in shards)
