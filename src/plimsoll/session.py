@@ -4,12 +4,14 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from plimsoll.checkpoint.rng import capture_rng
+from plimsoll.checkpoint.saving import TrainingSaver
 from plimsoll.checkpoint.state import TrainingState, library_versions
 from plimsoll.checkpoint.store import CheckpointStore
-from plimsoll.checkpoint.training import write_training_checkpoint
+from plimsoll.checkpoint.training import MODEL, OPTIMIZER
 from plimsoll.cluster.inline import InlineGroup
 from plimsoll.cluster.signals import InterruptGuard
 from plimsoll.config.derived import RunPlan
@@ -18,7 +20,6 @@ from plimsoll.data.order import PromptStream
 from plimsoll.generation import Generation
 from plimsoll.memory.enter import Memory
 from plimsoll.memory.phases import Phase
-from plimsoll.model.build import DTYPES
 from plimsoll.observe.console import Console
 from plimsoll.observe.metrics import JsonlWriter, read_jsonl
 from plimsoll.observe.profile import Profiler
@@ -30,8 +31,9 @@ from plimsoll.plane.local import LocalPlane
 from plimsoll.rollout.generate import GenerationStopped
 from plimsoll.sizing import Intervals
 from plimsoll.types import Group
+from plimsoll.update.state import StateFolders
 from plimsoll.update.worker import PolicyWorker
-from plimsoll.weights.export import write_hf_folder
+from plimsoll.weights.write import ShardWriter
 
 _ON_CONSOLE = {
     "reward": "reward/mean",
@@ -70,6 +72,7 @@ class Session:
     profiler: Profiler
     memory: Memory
     store: CheckpointStore
+    saver: TrainingSaver
     plane: LocalPlane
     stream: PromptStream
     policy: InlineGroup[PolicyWorker]
@@ -82,6 +85,8 @@ class Session:
     @contextmanager
     def enter(self, phase: Phase) -> Generator[None]:
         """A phase of the step: shown on the console, recorded in the ledger."""
+        if phase is Phase.UPDATE:
+            self._before_update()
         self.console.phase(phase.value)
         # The profile outside: writing it is no part of the phase's time.
         with self.profiler.phase(self.memory.step, phase.value), self.memory.enter(phase):
@@ -162,38 +167,57 @@ class Session:
             self.console.note("no response of this step was scored, so it trains nothing: look at reward.function")
 
     def note_saved(self, step: int) -> None:
-        """What an interrupted run leaves."""
+        """What an interrupted run leaves; a save in the background is published first."""
+        self._finish_saving()
         self.console.note(f"saved {self.store.path_of(step)}; go on with --resume")
 
     def save(self, step: int, guard: InterruptGuard) -> None:
-        """Publish the checkpoint of `step`; one that is there and complete stays."""
-        if self.store.holds(step):
-            return
-        worker, state = self.policy.worker, self._training_state(step)
+        """Publish the checkpoint of `step`; one that is there and complete stays.
 
-        def write(folder: Path) -> None:
-            write_training_checkpoint(
-                folder, state=state, optimizer_state=worker.optimizer_state(), write_model=self._write_model
-            )
-
-        self.metrics.flush()  # a checkpoint without its rows would be worse than no checkpoint
-        with guard.saving(), self.enter(Phase.SAVE):
-            self.store.save(step, write, estimate_bytes=self.checkpoint_bytes())
+        With `checkpoint.background` it is published later: at an update that finds it written, or before the next save.
+        """
+        with guard.saving():
+            self._finish_saving()
+            if self.store.holds(step):
+                return
+            self.metrics.flush()  # a checkpoint without its rows would be worse than no checkpoint
+            last = step == self.plan.steps or guard.requested is not None
+            with self.enter(Phase.SAVE):
+                self.saver.save(
+                    self._training_state(step),
+                    self._state_writer,
+                    background=self.recipe.checkpoint.background and not last,
+                    estimate_bytes=self.checkpoint_bytes(),
+                )
 
     def checkpoint_bytes(self) -> int:
         """Bytes of one checkpoint: weights and two moments of the same size."""
-        return 3 * sum(tensor.nbytes for tensor in self.policy.worker.model_state().values())
+        return 3 * self.policy.worker.model_bytes()
 
-    def _write_model(self, folder: Path) -> None:
-        worker = self.policy.worker
-        write_hf_folder(
-            folder,
-            worker.model_state(),
-            worker.config,
-            DTYPES[self.recipe.model.dtype],
-            architecture=type(worker.lm).__name__.removeprefix("FSDP"),  # fully_shard renames the class
-            tokenizer_folder=self.folder.tokenizer,
-        )
+    def end_saving(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """At the end of the run: publish what is being written. A run that was told to stop at once drops it."""
+        if error is None or isinstance(error, Exception):
+            self.saver.finish()
+        else:
+            self.saver.abort()
+
+    def _before_update(self) -> None:
+        """The update changes what a save in the background may still have to read."""
+        if self.saver.saving is not None:
+            with self.enter(Phase.SAVE):
+                self.saver.wait_read()
+                self.saver.publish_written()
+
+    def _finish_saving(self) -> None:
+        if self.saver.saving is not None:
+            with self.enter(Phase.SAVE):
+                self.saver.finish()
+
+    def _state_writer(self, folder: Path) -> ShardWriter:
+        folders = StateFolders(model=folder / MODEL, optimizer=folder / OPTIMIZER, tokenizer=self.folder.tokenizer)
+        return self.policy.worker.state_writer(folders, budget_bytes=self.recipe.checkpoint.staging_memory)
 
     def _training_state(self, step: int) -> TrainingState:
         counters = self.policy.worker.counters()

@@ -1,12 +1,12 @@
 """manifest.json: size and SHA-256 of every file of a checkpoint. It is written last, and makes a folder complete."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plimsoll.checkpoint.files import files_below, sha256_of
+from plimsoll.checkpoint.files import files_below, sha256_of_all
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -28,21 +28,38 @@ class Manifest:
     files: Mapping[str, FileRecord]  # by path relative to the checkpoint's folder, with "/"
 
 
-def write_manifest(folder: Path, step: int) -> Manifest:
-    """Hash every file below `folder` and write manifest.json beside them."""
-    files = {
-        path.relative_to(folder).as_posix(): FileRecord(num_bytes=path.stat().st_size, sha256=sha256_of(path))
-        for path in files_below(folder)
-    }
-    if not files:
+def file_names(folder: Path) -> list[str]:
+    """Every file below `folder`, relative to it, with "/".
+
+    Raises:
+        ValueError: there is none, or something that is neither a plain file nor a folder.
+    """
+    names = [path.relative_to(folder).as_posix() for path in files_below(folder)]
+    if not names:
         raise ValueError("no file was written")
+    return names
+
+
+def hash_files(folder: Path, names: Sequence[str]) -> dict[str, FileRecord]:
+    """Size and hash of these files, several at a time."""
+    paths = [folder / name for name in names]
+    hashes = sha256_of_all(paths)
+    return {
+        name: FileRecord(num_bytes=path.stat().st_size, sha256=digest)
+        for name, path, digest in zip(names, paths, hashes, strict=True)
+    }
+
+
+def write_manifest(folder: Path, step: int, files: Mapping[str, FileRecord]) -> Path:
+    """Write manifest.json beside the files that it is about."""
     document = {
         "format": FORMAT,
         "step": step,
-        "files": {name: {"bytes": record.num_bytes, "sha256": record.sha256} for name, record in files.items()},
+        "files": {name: {"bytes": files[name].num_bytes, "sha256": files[name].sha256} for name in sorted(files)},
     }
-    (folder / MANIFEST).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    return Manifest(step=step, files=files)
+    path = folder / MANIFEST
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return path
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -89,8 +106,10 @@ def why_incomplete(folder: Path, step: int, *, verify: bool) -> str | None:
                 return f"{name} is missing"
             if path.stat().st_size != record.num_bytes:
                 return f"{name} has {path.stat().st_size} bytes, {record.num_bytes} were written"
-            if verify and sha256_of(path) != record.sha256:
-                return f"{name} has changed since it was written (its SHA-256 differs)"
+        found = hash_files(folder, list(manifest.files)) if verify else {}
+        changed = next((name for name, record in found.items() if record.sha256 != manifest.files[name].sha256), None)
+        if changed is not None:
+            return f"{changed} has changed since it was written (its SHA-256 differs)"
     except (ValueError, OSError) as error:
         return str(error)
     return None

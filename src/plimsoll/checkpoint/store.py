@@ -1,6 +1,6 @@
 """Checkpoints of one run: RUN/checkpoints/step_N, complete or absent.
 
-    save:  .step_12.tmp-PID/ is written ─▶ manifest.json ─▶ fsync ─▶ renamed to step_12 ─▶ fsync of the parent
+    save:  .step_12.tmp-PID/ is written ─▶ fsync ─▶ manifest.json ─▶ renamed to step_12 ─▶ fsync of the parent
     then:  older ones beyond `keep`: step_8 renamed to .step_8.old-PID ─▶ deleted
 
 A folder counts only under the name `step_N` and with a manifest that fits, so a process may be killed between any two
@@ -11,13 +11,17 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn, TypeVar
 
-from plimsoll.checkpoint.files import format_bytes, free_bytes, fsync_folder, fsync_tree
-from plimsoll.checkpoint.manifest import why_incomplete, write_manifest
-from plimsoll.errors import CheckpointError, RunFolderError
+from plimsoll.checkpoint.files import format_bytes, free_bytes, fsync_file, fsync_folder, fsync_tree
+from plimsoll.checkpoint.manifest import FileRecord, file_names, hash_files, why_incomplete, write_manifest
+from plimsoll.errors import CheckpointError, PlimsollError, RunFolderError
+from plimsoll.weights.control import ControlGroup
+
+T = TypeVar("T")
 
 _STEP_NAME = re.compile(r"step_(0|[1-9]\d*)")
 _LEFTOVER_NAME = re.compile(r"\.step_\d+\.(tmp|old)-\d+")
@@ -61,14 +65,22 @@ def print_to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+class _Refusal(CheckpointError):
+    """Nothing was attempted, so there is nothing to clean up and no remedy to tell."""
+
+
 class CheckpointStore:
-    """Writes, finds and deletes checkpoints in one folder. Only the process that trains the run may save in it.
+    """Writes, finds and deletes checkpoints in one folder. Only the processes that train the run may save in it.
+
+    On several ranks each has a store of the same folder. Rank 0's names the partial folder, writes the manifest,
+    publishes and deletes; every rank writes and syncs its own bytes and hashes its share of the files.
 
     Args:
         folder: RUN/checkpoints; made by the first save.
         keep: newest complete checkpoints that stay; None: all.
         say: takes one line about leftovers that were removed.
         free: bytes free at a folder.
+        control: the ranks that save together. Default: all of the run; its group is made by the first save.
     """
 
     def __init__(
@@ -78,12 +90,15 @@ class CheckpointStore:
         keep: int | None,
         say: Callable[[str], None] = print_to_stderr,
         free: Callable[[Path], int] = free_bytes,
+        control: ControlGroup | None = None,
     ) -> None:
         assert keep is None or keep >= 1
         self.folder = folder
         self.keep = keep
         self._say = say
         self._free = free
+        self._group = control
+        self._open: Path | None = None  # the folder of a save that has begun and not ended
         self._damaged: set[int] = set()  # steps whose hashes did not fit: right sizes must not make them count again
 
     def path_of(self, step: int) -> Path:
@@ -97,39 +112,70 @@ class CheckpointStore:
         *,
         estimate_bytes: int | None = None,
     ) -> Path:
-        """Write, prove and publish the checkpoint of `step`, then delete those beyond `keep`.
+        """Write, prove and publish the checkpoint of `step`, then delete those beyond `keep`. Every rank calls.
 
         A damaged checkpoint of the same step is replaced. A complete one is never overwritten: ask `holds` first.
 
         Args:
-            write: fills the empty folder it is given; its files must be plain ones.
+            write: on every rank, fills the one folder it is given, which is empty; its files must be plain ones.
             estimate_bytes: refuse before writing when fewer are free.
 
         Raises:
-            CheckpointError: nothing was published; nothing partial stays, and older checkpoints are untouched.
+            CheckpointError: on every rank; nothing was published, nothing partial stays, older ones are untouched.
         """
-        if self.holds(step):
-            raise CheckpointError(f"{self.path_of(step)} exists and is complete; it is not written again")
-        shortage = self._shortage(estimate_bytes)
-        if shortage is not None:
-            raise CheckpointError(self._failure(step, shortage))
+        partial = self.begin(step, estimate_bytes=estimate_bytes)
+        return self.finish(step, partial, lambda: write(partial))
+
+    def begin(self, step: int, *, estimate_bytes: int | None = None) -> Path:
+        """The first half of `save`: an empty folder, which only `finish` makes a checkpoint. Every rank calls.
+
+        Until it was finished or discarded, no other save may begin.
+        """
+        assert self._open is None, f"{self._open} is still being written"
         partial = self.folder / f".step_{step}.tmp-{os.getpid()}"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.remove_leftovers()
-            partial.mkdir()
-            write(partial)
-            write_manifest(partial, step)
-            fsync_tree(partial)
-            self._publish(partial, step)
-            self._damaged.discard(step)
+            # Rank 0 decides: its process names the folder.
+            partial = self._on_first(lambda: self._open_partial(partial, step, estimate_bytes))
+            self._everywhere(lambda: self._see(partial))
         except BaseException as error:
-            # BaseException: an abandoned step (Interrupted) must not leave a partial either, but stays what it is.
-            self._remove(partial)
-            if not isinstance(error, Exception):
-                raise
-            raise CheckpointError(self._failure(step, f"{type(error).__name__}: {error}")) from error
-        self._retain(step)
+            self._fail(step, partial, error)
+        self._open = partial
+        return partial
+
+    def attempt(self, step: int, partial: Path, work: Callable[[], T]) -> T:
+        """A part of a save: `work` on every rank; when it fails on one, the whole save has failed. Every rank calls.
+
+        Raises:
+            CheckpointError: as `save`.
+        """
+        try:
+            return self._everywhere(work)
+        except BaseException as error:
+            self._fail(step, partial, error)
+
+    def finish(self, step: int, partial: Path, write: Callable[[], None]) -> Path:
+        """The second half of `save`, for the folder that `begin` gave. Every rank calls.
+
+        Args:
+            write: on every rank, returns when this rank has written all of its part, or raises.
+
+        Raises:
+            CheckpointError: as `save`.
+        """
+        self.attempt(step, partial, write)
+        try:
+            # Each rank its own bytes: what another node still holds in its cache no rank here could hash or sync.
+            self._everywhere(lambda: fsync_tree(partial))
+            names = self._on_first(lambda: file_names(partial))
+            hashed = self._everywhere(lambda: hash_files(partial, self._share(names)))
+            files = {name: record for part in self._gather(hashed) for name, record in part.items()}
+            self._on_first(lambda: self._complete(partial, step, files))
+        except BaseException as error:
+            self._fail(step, partial, error)
+        self._open = None
+        self._damaged.discard(step)
+        if self.first:
+            self._retain(step)
         return self.path_of(step)
 
     def check_space(self, estimate_bytes: int) -> None:
@@ -141,6 +187,21 @@ class CheckpointStore:
         shortage = self._shortage(estimate_bytes)
         if shortage is not None:
             raise RunFolderError(f"no room for a checkpoint: {shortage}. {_REMEDY}")
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0, which writes what all ranks have alike."""
+        return self._control.rank == 0
+
+    def all_ranks(self, value: bool) -> bool:
+        """Whether it is so on every rank. Every rank calls."""
+        return all(self._gather(value))
+
+    def discard(self, partial: Path) -> None:
+        """Delete a folder of `begin` that will not be finished. Not collective: for a run that is being torn down."""
+        self._open = None
+        if self.first:
+            self._remove(partial)
 
     def holds(self, step: int) -> bool:
         """Whether the checkpoint of `step` is there and complete, hashes included."""
@@ -213,6 +274,69 @@ class CheckpointStore:
             return []
         matches = ((path, _LEFTOVER_NAME.fullmatch(path.name)) for path in sorted(self.folder.iterdir()))
         return [path for path, match in matches if match and match[1] in kinds]
+
+    @property
+    def _control(self) -> ControlGroup:
+        # Not in __init__: making a group is collective, and any process may look for checkpoints.
+        self._group = self._group or ControlGroup()
+        return self._group
+
+    def _everywhere(self, work: Callable[[], T]) -> T:
+        return self._control.together(work)
+
+    def _gather(self, value: T) -> list[T]:
+        return self._control.gather(value)
+
+    def _on_first(self, work: Callable[[], T]) -> T:
+        """Run on rank 0; every rank gets the result, or the error."""
+        result = self._everywhere(lambda: work() if self.first else None)
+        return self._gather(result)[0]  # pyright: ignore[reportReturnType]  # rank 0's
+
+    def _share(self, names: Sequence[str]) -> Sequence[str]:
+        """What this rank hashes."""
+        return names[self._control.rank :: self._control.ranks]
+
+    def _open_partial(self, partial: Path, step: int, estimate_bytes: int | None) -> Path:
+        if self.holds(step):
+            raise _Refusal(f"{self.path_of(step)} exists and is complete; it is not written again")
+        shortage = self._shortage(estimate_bytes)
+        if shortage is not None:
+            raise CheckpointError(shortage)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.remove_leftovers()
+        partial.mkdir()
+        return partial
+
+    def _see(self, partial: Path) -> None:
+        if not partial.is_dir():
+            raise CheckpointError(
+                f"rank {self._control.rank} does not see {partial}, which rank 0 made: "
+                "run_root must be on a file system that all nodes share"
+            )
+
+    def _complete(self, partial: Path, step: int, files: Mapping[str, FileRecord]) -> None:
+        fsync_file(write_manifest(partial, step, files))
+        fsync_folder(partial)
+        self._publish(partial, step)
+
+    def _fail(self, step: int, partial: Path, error: BaseException) -> NoReturn:
+        """In an `except` block, on every rank: no rank writes any more."""
+        self._open = None
+        if isinstance(error, _Refusal):
+            raise CheckpointError(str(error)) from None
+        # BaseException: an abandoned step (Interrupted) must not leave a partial either, but stays what it is.
+        text = ""
+        if self.first:
+            self._remove(partial)
+            reason = str(error) if isinstance(error, PlimsollError) else f"{type(error).__name__}: {error}"
+            text = self._failure(step, reason)
+        try:
+            text = self._gather(text)[0]
+        except RuntimeError as lost:  # gloo's: a rank has died
+            text = f"the checkpoint of step {step} was not written: {lost}"
+        if not isinstance(error, Exception):
+            raise error
+        raise CheckpointError(text) from error
 
     def _publish(self, partial: Path, step: int) -> None:
         final = self.path_of(step)

@@ -1,63 +1,49 @@
-"""The contents of a training checkpoint: step_N/{state.json, model/, optimizer.safetensors}."""
+"""The contents of a training checkpoint: step_N/{state.json, model/, optimizer/}.
 
-from collections.abc import Callable, Mapping
+Both folders hold safetensors files of full tensors, whatever the sharding was: any number of ranks reads them, each its
+own part. optimizer/ has `NAME.exp_avg`, `NAME.exp_avg_sq` and the scalar `NAME.step` for the parameter that the module
+calls NAME.
+"""
+
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError
-from torch import Tensor
-
 from plimsoll.checkpoint.state import TrainingState, read_state, write_state
 from plimsoll.errors import CheckpointError
-from plimsoll.weights.tensors import TensorFiles, write_tensors
 
 MODEL = "model"
-OPTIMIZER = "optimizer.safetensors"
+OPTIMIZER = "optimizer"
+
+_ONE_FILE = "optimizer.safetensors"  # the moments before checkpoints were written by several ranks; the same tensors
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class TrainingCheckpoint:
-    """What a resumed run reads. The tensors are read when they are asked for, one at a time."""
+    """What a resumed run reads."""
 
     state: TrainingState
-    model_folder: Path  # a Hugging Face folder
-    model: TensorFiles  # master weights, by the names in the files of model_folder
-    optimizer: TensorFiles  # by the names given to `write_training_checkpoint`
+    model: Path  # a Hugging Face folder of the master weights
+    optimizer: tuple[Path, ...]  # safetensors files
 
 
-def write_training_checkpoint(
-    folder: Path,
-    *,
-    state: TrainingState,
-    optimizer_state: Mapping[str, Tensor],
-    write_model: Callable[[Path], None],
-) -> None:
-    """Fill `folder`, the argument that `CheckpointStore.save` hands to its writer.
-
-    Args:
-        optimizer_state: plain tensors (the local part of sharded ones), any device and strides; written bitwise.
-        write_model: writes a Hugging Face folder in the dtype of the master weights into the folder it is given.
-    """
+def start_training_checkpoint(folder: Path, state: TrainingState) -> None:
+    """Write state.json and make the folders for the tensors; `folder` is the empty one that `CheckpointStore` gave."""
     write_state(folder, state)
     (folder / MODEL).mkdir()
-    write_model(folder / MODEL)
-    write_tensors(folder / OPTIMIZER, optimizer_state)
+    (folder / OPTIMIZER).mkdir()
 
 
 def read_training_checkpoint(folder: Path) -> TrainingCheckpoint:
-    """Open a complete checkpoint.
+    """Read the state of a complete checkpoint and find its tensors.
 
     Raises:
-        CheckpointError: a part is missing, damaged, or of a format that this version does not know.
+        CheckpointError: a part is missing, or of a format that this version does not know.
     """
     state = read_state(folder)
-    weights = sorted((folder / MODEL).glob("*.safetensors"))
-    if not weights:
+    if not any((folder / MODEL).glob("*.safetensors")):
         raise CheckpointError(f"{folder / MODEL} holds no *.safetensors")
-    if not (folder / OPTIMIZER).is_file():
-        raise CheckpointError(f"{folder / OPTIMIZER} is missing")
-    try:
-        model, optimizer = TensorFiles(weights), TensorFiles([folder / OPTIMIZER])
-    except SafetensorError as error:
-        raise CheckpointError(f"the tensors in {folder} cannot be read: {error}") from error
-    return TrainingCheckpoint(state=state, model_folder=folder / MODEL, model=model, optimizer=optimizer)
+    one_file = folder / _ONE_FILE
+    optimizer = tuple(sorted((folder / OPTIMIZER).glob("*.safetensors"))) or (one_file,)
+    if optimizer == (one_file,) and not one_file.is_file():
+        raise CheckpointError(f"{folder / OPTIMIZER} holds no *.safetensors")
+    return TrainingCheckpoint(state=state, model=folder / MODEL, optimizer=optimizer)

@@ -8,18 +8,45 @@ import os
 import shutil
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import torch
+
+from plimsoll.checkpoint.saving import TrainingSaver
 from plimsoll.checkpoint.store import CheckpointStore
+from plimsoll.weights.file_layout import FileLayout, lay_out, whole
+from plimsoll.weights.tensors import TensorFiles
+from plimsoll.weights.write import ShardWriter, create_files
+from tests.unit.checkpoint.states import training_state
 
-FILES = ("state.json", "model/weights.bin", "optimizer.bin")
+PARTS = ("model", "optimizer")
 
 
-def write(folder: Path, step: int) -> None:
-    """Three files that say which step they are of."""
-    (folder / "model").mkdir()
-    for name in FILES:
-        (folder / name).write_text(f"{name} of step {step}")
+def layouts(step: int, part: str) -> tuple[FileLayout, ...]:
+    """Two files and an index, of tensors that say which step they are of."""
+    return lay_out([whole(name, torch.full((8,), float(step))) for name in "ab"], stem=part, max_file_bytes=40)
+
+
+def save(store: CheckpointStore, step: int) -> None:
+    """As a run saves, with one thread: the calls come in the same order every time."""
+
+    def prepare(folder: Path) -> ShardWriter:
+        named: list[FileLayout] = []
+        for part in PARTS:
+            create_files(folder / part, layouts(step, part))
+            named += [replace(layout, name=f"{part}/{layout.name}") for layout in layouts(step, part)]
+        return ShardWriter(folder, named, threads=1)
+
+    TrainingSaver(store).save(training_state(step=step), prepare, background=False)
+
+
+def whole_of(path: Path, step: int) -> bool:
+    """Whether every tensor is there and says this step."""
+    found = [TensorFiles(sorted((path / part).glob("*.safetensors"))) for part in PARTS]
+    return all(sorted(tensors) == ["a", "b"] for tensors in found) and all(
+        bool((tensor == step).all()) for tensors in found for tensor in tensors.values()
+    )
 
 
 def save_and_die(folder: Path, keep: int, step: int, kill_at: int) -> None:
@@ -28,7 +55,7 @@ def save_and_die(folder: Path, keep: int, step: int, kill_at: int) -> None:
 
     def audit(event: str, arguments: tuple[object, ...]) -> None:
         nonlocal calls
-        touches = any(isinstance(part, str | os.PathLike) and str(folder) in str(part) for part in arguments)
+        touches = any(isinstance(part, str | Path) and str(folder) in str(part) for part in arguments)
         # rmtree deletes by names relative to an open folder, so its calls do not name `folder`.
         if event in ("os.remove", "os.rmdir") or (event.startswith(("os.", "open", "shutil.")) and touches):
             calls += 1
@@ -37,7 +64,7 @@ def save_and_die(folder: Path, keep: int, step: int, kill_at: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(audit)
-    CheckpointStore(folder, keep=keep, say=lambda line: None).save(step, lambda partial: write(partial, step))
+    save(CheckpointStore(folder, keep=keep, say=lambda line: None), step)
     os._exit(0)
 
 
@@ -46,7 +73,7 @@ def outcome(folder: Path, keep: int, kill_at: int) -> dict[str, object] | None:
     shutil.rmtree(folder, ignore_errors=True)
     store = CheckpointStore(folder, keep=keep, say=lambda line: None)
     for step in range(1, keep + 1):
-        store.save(step, lambda partial, step=step: write(partial, step))
+        save(store, step)
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -60,15 +87,15 @@ def outcome(folder: Path, keep: int, kill_at: int) -> dict[str, object] | None:
         return None
     assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
     found = store.newest()
-    texts = [(found.path / name).read_text() == f"{name} of step {found.step}" for name in FILES]
+    whole_found = whole_of(found.path, found.step)
     complete = store.complete_steps()
     again = store.holds(keep + 1)
     if not again:
-        store.save(keep + 1, lambda partial: write(partial, keep + 1))
+        save(store, keep + 1)
     return {
         "killed_at": json.loads(killed_at),
         "found": found.step,
-        "whole": all(texts),
+        "whole": whole_found,
         "complete": complete,
         "after": store.complete_steps(),
         "partial": [path.name for path in folder.iterdir() if ".tmp-" in path.name],

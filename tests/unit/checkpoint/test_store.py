@@ -3,8 +3,10 @@
 import errno
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -187,6 +189,36 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match=r"FileExistsError.*run_root"):
         store.save(1, writer("x"))
+
+
+@contextmanager
+def without_rights(folder: Path) -> Generator[None]:
+    """As a user who may look into `folder` and not write there: root may do everything."""
+    folder.chmod(0o555)
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+        folder.chmod(0o755)
+
+
+def test_a_folder_that_may_not_be_written_is_told_and_the_older_one_stays() -> None:
+    with TemporaryDirectory() as outer:  # pytest's own folders are closed to other users
+        os.chmod(outer, 0o755)
+        store = CheckpointStore(Path(outer) / "checkpoints", keep=1)
+        store.save(2, writer("two"))
+        with without_rights(store.folder), pytest.raises(CheckpointError) as failed:
+            store.save(4, writer("four"))
+
+        for fact in ("PermissionError", "Permission denied", "step 2 is kept", "run_root"):
+            assert fact in str(failed.value)
+        assert names(store.folder) == ["step_2"]
+        store.save(4, writer("four"))
+        assert store.complete_steps() == [4]
 
 
 def test_too_little_space_is_refused_before_anything_is_written(tmp_path: Path) -> None:
