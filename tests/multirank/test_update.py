@@ -20,7 +20,7 @@ from plimsoll.types import TrainBatch
 from plimsoll.update.optimizer import Optimizer
 from plimsoll.update.worker import PolicyWorker
 from tests import tiny
-from tests.unit.update.support import make_batch, make_groups, make_plan, make_recipe, save
+from tests.unit.update.support import load_state, make_batch, make_groups, make_plan, make_recipe, save, write_state
 
 RANKS = 2
 TIMEOUT = 100.0
@@ -69,13 +69,12 @@ def train_case(folder: Path, case: str, rank: int, ranks: int) -> dict[str, Any]
     values = [step(worker, plane, seed, rank, ranks) for seed in (0, 1)]
     found: dict[str, Any] = {"values": values, "weights": copied(worker.model_state())}
     if ranks > 1:
-        moments, counters = copied(worker.optimizer_state()), worker.counters()
+        written, counters = write_state(worker, folder / f"state_{case}"), worker.counters()
         found["spoiled"] = step(worker, plane, 2, rank, ranks, spoil=True)
         found["after_spoiled"] = copied(worker.model_state())
         found["spoiled_version"] = worker.version
         resumed = worker_of(folder, case, plane)
-        resumed.load_model_state(found["weights"])
-        resumed.load_optimizer_state(moments, counters)
+        load_state(resumed, written, counters)
         found["next"] = [step(each, plane, 3, rank, ranks) for each in (worker, resumed)]
         found["next_weights"] = [copied(each.model_state()) for each in (worker, resumed)]
     return found

@@ -60,12 +60,6 @@ def _not_built(recipe: Recipe) -> Iterator[str]:
         ("parallel.shard", parallel.shard, parallel.shard not in (None, 1), "null"),
         ("parallel.context", parallel.context, parallel.context > 1, "1"),
         ("parallel.tensor", parallel.tensor, parallel.tensor > 1, "1"),
-        (
-            "train.optimizer_state",
-            recipe.train.optimizer_state,
-            recipe.train.optimizer_state == "streamed",
-            "device` or `auto",
-        ),
     )
     for key, value, refused, instead in settings:
         if refused:
@@ -90,10 +84,13 @@ def _model(recipe: Recipe) -> Iterator[str]:
 
 def _reference(recipe: Recipe) -> Iterator[str]:
     model = recipe.model
-    if recipe.algorithm.kl_coefficient > 0 and model.reference is None and model.init == "random":
+    in_memory_only = model.init == "random" and model.reference is None
+    placement = model.reference_placement
+    if recipe.algorithm.kl_coefficient > 0 and in_memory_only and placement in ("page_cache", "ring"):
         yield (
-            f"`algorithm.kl_coefficient={recipe.algorithm.kl_coefficient:g}` needs a reference and a model from random "
-            "weights has none: name a folder in `model.reference`, or set `algorithm.kl_coefficient=0`"
+            f"`model.reference_placement={placement}` reads the reference from its files, and the first weights of a "
+            "model with `model.init=random` are in none: set `model.reference_placement` to `device`, `arena` or `auto`, "
+            "or name a folder in `model.reference`"
         )
 
 

@@ -10,8 +10,9 @@ rank.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, cast
 
 import torch
@@ -24,21 +25,26 @@ from plimsoll.advantage.expand import expand_advantage
 from plimsoll.advantage.group import group_advantages
 from plimsoll.config.derived import RunPlan
 from plimsoll.config.recipe import Recipe
-from plimsoll.errors import CheckpointError
 from plimsoll.loss.kl import kl_in_reward
 from plimsoll.loss.supervised import supervised_loss
 from plimsoll.memory.resident import Resident
 from plimsoll.model.build import DTYPES
+from plimsoll.model.policy import PackedPolicy
 from plimsoll.parallel.mesh import build_mesh, ensure_process_group
-from plimsoll.parallel.tensors import full, load_full
+from plimsoll.parallel.tensors import full
 from plimsoll.plane.local import LocalPlane
 from plimsoll.types import MicroBatch, MiniBatch, Sample, SampleId, StepStats, TrainBatch
 from plimsoll.update.columns import read_columns, read_rows, write_column
-from plimsoll.update.construct import build_policy, build_reference, own_parameters, own_tensors, probe_policy
+from plimsoll.update.construct import Builder, own_parameters, own_tensors, probe_policy
 from plimsoll.update.objective import PolicyObjective, policy_objective
-from plimsoll.update.optimizer import Optimizer
+from plimsoll.update.optimizer import Optimizer, locate_moments
+from plimsoll.update.reference import build_reference
 from plimsoll.update.report import StepReport
 from plimsoll.update.residents import trainer_residents
+from plimsoll.update.state import StateFolders, read_moments, state_writer
+from plimsoll.weights.control import ControlGroup
+from plimsoll.weights.load import load_sharded
+from plimsoll.weights.write import ShardWriter
 
 logger = logging.getLogger(__name__)
 
@@ -79,17 +85,24 @@ class PolicyWorker:
         self.device = torch.device(plan.device)
         self._temperature = recipe.rollout.temperature if objective == "policy" else 1.0
         ensure_process_group(self.device)
+        self.control = ControlGroup()
         mesh = build_mesh(self.device, recipe.parallel.shard)
-        self.policy = build_policy(recipe, plan, mesh)
+        builder = Builder(recipe=recipe, plan=plan, mesh=mesh, control=self.control)
+        built = builder.policy()
+        self.policy = built.policy
         wanted = objective == "policy" and recipe.algorithm.kl_coefficient > 0
-        self.reference = build_reference(recipe, plan, mesh) if wanted else None
-        self.optimizer = Optimizer(own_parameters(self.policy.lm), recipe.train, plan.optimizer_steps)
+        self.reference = build_reference(builder, built) if wanted else None
+        if built.files is not None and (self.reference is None or self.reference.files is not built.files):
+            built.files.close()
+        trained = own_parameters(self.policy.lm)
+        location = locate_moments(recipe.train, recipe.memory.device_memory, trained.values(), self.device)
+        self.optimizer = Optimizer(trained, recipe.train, plan.optimizer_steps, location=location)
         self._counters = Counters(version=0, optimizer_steps=0, skipped_nonfinite=0, skipped_empty=0)
         self._first_micro_batch = True
         self.probe_report = probe_policy(self.policy, recipe, plan, self._temperature)
         self._release_gathered()
         if self.reference is not None:
-            self.reference.set_packing(self.policy.packing)
+            self.reference.policy.set_packing(self.policy.packing)
 
     @property
     def version(self) -> int:
@@ -124,21 +137,28 @@ class PolicyWorker:
     def score(self, batch: TrainBatch, *, old: bool, reference: bool) -> StepStats:
         """Write `old_logprobs` and `ref_logprobs` for every sample in a micro-batch.
 
-        With KL in the reward, also for scored samples that are only in their group's statistics.
+        With KL in the reward, also for scored samples that are only in their group's statistics. CheckpointError when
+        the reference is read anew for each pass and its files are not what they were.
         """
+        num_tokens = 0
+        if old:
+            num_tokens = self._score_with(self.policy, batch, "old_logprobs")
+            self._release_gathered()
+        if reference:
+            assert self.reference is not None, "reference log-probs asked for without a KL coefficient"
+            with self.reference.present() as frozen:
+                num_tokens = self._score_with(frozen, batch, "ref_logprobs")
+        return StepStats(values={"logprob/tokens": float(num_tokens)})
+
+    def _score_with(self, policy: PackedPolicy, batch: TrainBatch, column: str) -> int:
+        """Returns the tokens that went through."""
         num_tokens = 0
         for micro in self._to_score(batch):
             rows = read_rows(self._plane, micro.samples, self.device)
             num_tokens += micro.num_tokens
-            if old:
-                logprobs, _ = self.policy(rows, temperature=self._temperature)
-                write_column(self._plane, micro.samples, "old_logprobs", logprobs)
-            if reference:
-                assert self.reference is not None, "reference log-probs asked for without a KL coefficient"
-                logprobs, _ = self.reference(rows, temperature=self._temperature)
-                write_column(self._plane, micro.samples, "ref_logprobs", logprobs)
-        self._release_gathered()
-        return StepStats(values={"logprob/tokens": float(num_tokens)})
+            logprobs, _ = policy(rows, temperature=self._temperature)
+            write_column(self._plane, micro.samples, column, logprobs)
+        return num_tokens
 
     def advantages(self, batch: TrainBatch) -> StepStats:
         """Write `advantages` for every sample in a micro-batch, from the statistics of whole groups.
@@ -248,20 +268,32 @@ class PolicyWorker:
         """
         return {name: full(tensor) for name, tensor in own_tensors(self.lm).items()}
 
-    def load_model_state(self, state: Mapping[str, Tensor]) -> None:
-        """Put back what `model_state` gave, in place. CheckpointError names what is missing or unknown."""
-        own = own_tensors(self.lm)
-        _check_names(own, state)
-        for name, tensor in own.items():
-            load_full(tensor, state[name])
+    def model_bytes(self) -> int:
+        """Of the weights in the master dtype, all ranks together."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in own_tensors(self.lm).values())
 
-    def optimizer_state(self) -> dict[str, Tensor]:
-        """Moments and step counts by parameter: `NAME.exp_avg`, `NAME.exp_avg_sq`, `NAME.step`."""
-        return self.optimizer.state()
+    def state_writer(self, folders: StateFolders, *, budget_bytes: int) -> ShardWriter:
+        """This rank's writer of weights and moments, on at most `budget_bytes` of staging memory.
 
-    def load_optimizer_state(self, state: Mapping[str, Tensor], counters: Counters) -> None:
-        """Put back moments and counters; the next update is then bit-equal to the one of the run that was saved."""
-        self.optimizer.load_state(state, counters.optimizer_steps)
+        Sends nothing; every rank must have returned before one of them runs its writer. Until its `tensors_read` is set
+        neither weights nor moments may change.
+        """
+        return state_writer(self.lm, self.optimizer, folders, control=self.control, budget_bytes=budget_bytes)
+
+    def load_state(self, moments: Sequence[Path], counters: Counters, *, model: Path | None = None) -> None:
+        """Go on from a checkpoint, which any number of ranks may have written. Every rank calls.
+
+        Args:
+            moments: safetensors files.
+            model: folder of the weights; None: the worker was built from it.
+
+        Raises:
+            CheckpointError, RefusedError: the same on every rank; the worker is then not to be used.
+        """
+        if model is not None:
+            load_sharded(self.lm, model, control=self.control)
+        self.control.together(lambda: read_moments(self.optimizer, moments))
+        self.optimizer.steps = counters.optimizer_steps
         self._counters = counters
 
     def counters(self) -> Counters:
@@ -331,13 +363,3 @@ def _in_order(samples: Sequence[Sample], token_budget: int) -> list[MicroBatch]:
         batches[-1].append(sample)
         room -= sample.length
     return [MicroBatch(samples=tuple(members)) for members in batches]
-
-
-def _check_names(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    problems = [
-        f"{len(names)} {what} ({', '.join(sorted(names)[:8])})"
-        for what, names in (("missing", set(own) - set(given)), ("unknown", set(given) - set(own)))
-        if names
-    ]
-    if problems:
-        raise CheckpointError(f"weights do not fit the model: {'; '.join(problems)}")

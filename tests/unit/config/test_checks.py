@@ -117,8 +117,14 @@ def test_more_mini_batches_than_samples_are_refused(tmp_path: Path) -> None:
         (["data.train=rows.jsonl", "data.task.length=5"], "`data.task={}`"),
         (["rollout.kv_memory=0"], "`rollout.kv_memory` above 0"),
         (
-            ["model.init=random", "model.config=a", "model.path=null", "algorithm.kl_coefficient=0.1"],
-            "`model.reference`",
+            [
+                "model.init=random",
+                "model.config=a",
+                "model.path=null",
+                "algorithm.kl_coefficient=0.1",
+                "model.reference_placement=ring",
+            ],
+            "`model.reference_placement` to `device`, `arena` or `auto`",
         ),
     ],
 )
@@ -141,7 +147,6 @@ def test_other_rules(tmp_path: Path, overrides: list[str], words: str) -> None:
         "parallel.shard=2",
         "parallel.context=2",
         "parallel.tensor=2",
-        "train.optimizer_state=streamed",
     ],
 )
 def test_what_is_valid_but_not_built_is_refused_by_name(tmp_path: Path, setting: str) -> None:

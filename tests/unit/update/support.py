@@ -15,8 +15,11 @@ from plimsoll.config.presets import PRESETS
 from plimsoll.config.recipe import Recipe
 from plimsoll.config.rollout import RolloutConfig
 from plimsoll.config.train import TrainConfig
+from plimsoll.parallel.tensors import full
 from plimsoll.plane.local import LocalPlane
 from plimsoll.types import DataRef, FinishReason, Group, GroupId, Prompt, Sample, SampleId, Score, TrainBatch
+from plimsoll.update.state import StateFolders
+from plimsoll.update.worker import Counters, PolicyWorker
 
 MAX_RESPONSE = 9
 
@@ -65,6 +68,33 @@ def make_plan(**changes: Any) -> RunPlan:
 def save(model: PreTrainedModel, folder: Path) -> Path:
     model.save_pretrained(folder)
     return folder
+
+
+def full_moments(worker: PolicyWorker) -> dict[str, torch.Tensor]:
+    """Copies of moments (gathered) and step counts, by the names that a checkpoint has. Collective on several ranks."""
+    steps = worker.optimizer.steps_by_name()
+    found: dict[str, torch.Tensor] = {f"{name}.step": torch.tensor(count) for name, count in steps.items()}
+    for name, moments in worker.optimizer.moments().items():
+        found |= {f"{name}.{moment}": full(tensor).clone() for moment, tensor in moments.items()}
+    return found
+
+
+def write_state(worker: PolicyWorker, folder: Path, *, budget_bytes: int = 1 << 20) -> Path:
+    """Weights and moments as in a checkpoint, by all ranks; `folder` must be new. Collective on several ranks."""
+    folders = StateFolders(model=folder / "model", optimizer=folder / "optimizer", tokenizer=folder)
+    if worker.control.rank == 0:
+        for made in (folder, folders.model, folders.optimizer):
+            made.mkdir()
+    worker.control.barrier()
+    writer = worker.control.together(lambda: worker.state_writer(folders, budget_bytes=budget_bytes))
+    writer.run()
+    worker.control.together(writer.check)
+    return folder
+
+
+def load_state(worker: PolicyWorker, folder: Path, counters: Counters) -> None:
+    """What `write_state` wrote. Collective on several ranks."""
+    worker.load_state(sorted((folder / "optimizer").glob("*.safetensors")), counters, model=folder / "model")
 
 
 def make_groups(

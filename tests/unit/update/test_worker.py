@@ -15,9 +15,19 @@ from plimsoll.parallel.tensors import full
 from plimsoll.plane.local import LocalPlane
 from plimsoll.types import Group
 from plimsoll.update.worker import PolicyWorker
+from plimsoll.weights.tensors import TensorFiles, write_tensors
 from tests import tiny
 from tests.unit.update import reference
-from tests.unit.update.support import make_batch, make_groups, make_plan, make_recipe, save
+from tests.unit.update.support import (
+    full_moments,
+    load_state,
+    make_batch,
+    make_groups,
+    make_plan,
+    make_recipe,
+    save,
+    write_state,
+)
 
 State = dict[str, torch.Tensor]
 
@@ -34,8 +44,7 @@ def build(folder: Path, plane: LocalPlane, **sections: Any) -> PolicyWorker:
 
 
 def snapshot(worker: PolicyWorker) -> tuple[State, State]:
-    clone = lambda state: {name: tensor.clone() for name, tensor in state.items()}  # noqa: E731
-    return clone(worker.model_state()), clone(worker.optimizer_state())
+    return {name: tensor.clone() for name, tensor in worker.model_state().items()}, full_moments(worker)
 
 
 def same(a: State, b: State) -> bool:
@@ -105,17 +114,15 @@ def test_an_empty_mini_batch_is_skipped_and_counted(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 2])
-def test_a_worker_built_from_saved_state_goes_on_bit_for_bit(folder: Path, steps: int) -> None:
+def test_a_worker_built_from_saved_state_goes_on_bit_for_bit(folder: Path, steps: int, tmp_path: Path) -> None:
     options = {"train": {"schedule": "cosine", "warmup_steps": 2, "max_grad_norm": 0.5}}
     plane = LocalPlane()
     worker = build(folder, plane, **options)
     for seed in range(steps):
         train(worker, plane, seed)
-    weights, moments = snapshot(worker)
-    counters = worker.counters()
+    written = write_state(worker, tmp_path / "state")
     resumed = build(folder, plane, **options)
-    resumed.load_model_state(weights)
-    resumed.load_optimizer_state(moments, counters)
+    load_state(resumed, written, worker.counters())
     for seed in range(steps, steps + 2):
         assert train(worker, plane, seed) == train(resumed, plane, seed)
     assert same(snapshot(worker)[0], snapshot(resumed)[0])
@@ -123,15 +130,40 @@ def test_a_worker_built_from_saved_state_goes_on_bit_for_bit(folder: Path, steps
     assert worker.counters() == resumed.counters()
 
 
-def test_state_of_another_model_is_refused_by_name(folder: Path) -> None:
+def test_weights_of_another_model_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
     worker = build(folder, LocalPlane())
-    weights, _ = snapshot(worker)
+    written = write_state(worker, tmp_path / "state")
+    path = written / "model" / "model.safetensors"
+    weights = {name: tensor.clone() for name, tensor in TensorFiles([path]).items()}
     assert "lm_head.weight" not in weights
     weights["stranger"] = weights.pop("model.norm.weight")
-    with pytest.raises(CheckpointError, match=r"missing \(model\.norm\.weight\).*unknown \(stranger\)"):
-        worker.load_model_state(weights)
-    with pytest.raises(CheckpointError, match="stranger"):
-        worker.load_optimizer_state({"stranger.step": torch.zeros(())}, worker.counters())
+    write_tensors(path, weights)
+    with pytest.raises(RefusedError, match=r"(?s)model\.norm\.weight"):
+        load_state(worker, written, worker.counters())
+
+
+MOMENTS = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"stranger.step": torch.zeros(())}, r"1 of no parameter \(stranger\.step\)"),
+        ({f"{MOMENTS}.exp_avg": None}, r"1 missing \(model\.norm\.weight\.exp_avg\)"),
+        ({f"{MOMENTS}.exp_avg": torch.zeros(31)}, r"1 of another shape \(model\.norm\.weight\.exp_avg\)"),
+        ({f"{MOMENTS}.step": None}, r"2 of no parameter \(model\.norm\.weight\.exp_avg, "),
+    ],
+)
+def test_moments_that_do_not_fit_are_refused_by_name(
+    folder: Path, tmp_path: Path, change: dict[str, torch.Tensor | None], said: str
+) -> None:
+    plane = LocalPlane()
+    worker = build(folder, plane)
+    train(worker, plane, 0)
+    moments = {name: tensor for name, tensor in (full_moments(worker) | change).items() if tensor is not None}
+    write_tensors(tmp_path / "moments.safetensors", moments)
+    with pytest.raises(CheckpointError, match=said):
+        worker.load_state([tmp_path / "moments.safetensors"], worker.counters())
 
 
 def test_scored_log_probs_are_those_of_the_plain_model_at_the_recipe_s_temperature(folder: Path) -> None:
@@ -157,7 +189,7 @@ def test_gathered_weights_are_let_go_of_after_a_forward_without_backward(folder:
     batch = make_batch(make_groups(plane))
     assert worker.reference is not None
     for _ in range(2):  # after the probe, after scoring
-        for policy in (worker.policy, worker.reference):
+        for policy in (worker.policy, worker.reference.policy):
             assert all(isinstance(parameter, DTensor) for parameter in policy.parameters())
         worker.score(batch, old=True, reference=True)
 

@@ -1,0 +1,205 @@
+"""The frozen reference: on the device for a pass of log-probs, and in one of four places between passes.
+
+    device       stays
+    page_cache   nowhere of ours: each pass copies from a map of its files that is registered for the pass only
+    ring         nowhere: each pass reads its files through a ring of fixed buffers that lives for the pass only
+    arena        a copy of this rank's shard in host memory
+
+Between passes the parameters keep their names, shapes and places in the model; only their storages are empty.
+"""
+
+import logging
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from plimsoll.memory.resident import storage_bytes
+from plimsoll.model.policy import PackedPolicy
+from plimsoll.update.construct import Builder, BuiltModel, own_tensors
+from plimsoll.weights.arena import HostArena
+from plimsoll.weights.control import ControlGroup
+from plimsoll.weights.files import WeightFiles
+from plimsoll.weights.mapped import RegistrationRefusedError
+from plimsoll.weights.names import checkpoint_tables
+from plimsoll.weights.offload import Offloader, storage_sizes, storages_of
+from plimsoll.weights.pieces import ParameterTable
+from plimsoll.weights.read import Source, read_parameters
+
+logger = logging.getLogger(__name__)
+
+Placement = Literal["device", "page_cache", "ring", "arena"]
+
+DEVICE_SHARE = 0.2
+"""Share of a device's memory that a reference may keep for itself when nobody has said where it shall live."""
+
+
+class Store(Protocol):
+    """Where the values are between passes."""
+
+    host_bytes: int
+    """Host memory of its own, held between passes."""
+
+    def fill(self) -> None:
+        """Take device memory for the parameters and put the values there."""
+        ...
+
+    def vacate(self) -> None:
+        """Give the device memory back; also after a `fill` that failed half-way."""
+        ...
+
+
+class KeptOnDevice:
+    """Nothing to do."""
+
+    host_bytes = 0
+
+    def fill(self) -> None:
+        """They are there."""
+
+    def vacate(self) -> None:
+        """They stay."""
+
+
+class KeptInFiles:
+    """Nothing is kept: the checkpoint's files are read again, as they were when they were opened."""
+
+    host_bytes = 0
+
+    def __init__(
+        self, parameters: Mapping[str, Tensor], files: WeightFiles, tables: Mapping[str, ParameterTable], source: Source
+    ) -> None:
+        self._parameters = parameters
+        self._files = files
+        self._tables = tables
+        self._source: Source = source
+        self._storages = storages_of(parameters.values())
+        self._sizes = storage_sizes(parameters.values())
+
+    def fill(self) -> None:
+        """CheckpointError when a file is not the one that was opened, before or after it was read."""
+        self._files.check_unchanged()
+        for storage, num_bytes in zip(self._storages, self._sizes, strict=True):
+            storage.resize_(num_bytes)
+        try:
+            self._read()
+        except RegistrationRefusedError as error:
+            logger.warning("model.reference_placement: ring from now on instead of page_cache: %s", error)
+            self._source = "ring"
+            self._read()
+        self._files.check_unchanged()  # what was read meanwhile may be half of each
+
+    def vacate(self) -> None:
+        """Free the storages."""
+        for storage in self._storages:
+            storage.resize_(0)
+
+    @torch.no_grad()
+    def _read(self) -> None:
+        read_parameters(self._files, self._tables, self._parameters, source=self._source)
+
+
+class KeptInArena:
+    """A copy of the shard in host memory."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], device: torch.device) -> None:
+        self._arena = HostArena({"reference": storage_sizes(parameters.values())}, device=device)
+        self._offloader = Offloader(self._arena, "reference", parameters.values())
+        self.host_bytes = self._arena.num_bytes
+
+    def fill(self) -> None:
+        """Copy from the arena."""
+        self._offloader.onload()
+
+    def vacate(self) -> None:
+        """Copy to the arena and free the device memory; nothing to do when the values are there already."""
+        self._offloader.offload()
+
+
+class FrozenReference:
+    """The reference model; its parameters have values inside of `present` only."""
+
+    def __init__(
+        self,
+        policy: PackedPolicy,
+        placement: Placement,
+        store: Store,
+        control: ControlGroup,
+        files: WeightFiles | None = None,
+    ) -> None:
+        """`policy`: sharded, with its weights, which go to `store` now. `files`: what `store` reads."""
+        self.policy = policy
+        self.placement = placement
+        self.files = files
+        self._store = store
+        self._control = control
+        self._store.vacate()
+
+    @contextmanager
+    def present(self) -> Generator[PackedPolicy]:
+        """The model with its weights. Collective; CheckpointError on every rank when one cannot have its part."""
+        try:
+            self._control.together(self._store.fill)
+            yield self.policy
+        finally:
+            for module in self.policy.modules():  # what a forward gathered, also one that failed half-way
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+            self._store.vacate()
+
+    def host_bytes(self) -> int:
+        """Held on the host between passes."""
+        return self._store.host_bytes
+
+
+def build_reference(builder: Builder, built: BuiltModel) -> FrozenReference:
+    """The reference of the policy `built`, which has had no update yet, in its placement.
+
+    Its files stay open where each pass reads them; those of the policy are shared, and closed by nobody here.
+    """
+    reference = builder.reference(built)
+    parameters = reference_parameters(reference.policy)
+    placement = choose_placement(
+        builder.recipe.model.reference_placement,
+        shard_bytes=storage_bytes(parameters.values()),
+        capacity=_capacity(builder),
+        in_files=reference.files is not None,
+    )
+    files = reference.files
+    store: Store
+    if placement in ("page_cache", "ring"):
+        assert files is not None, "checked with the recipe"
+        tables = checkpoint_tables(reference.policy.lm, files.tensors).tables
+        store = KeptInFiles(parameters, files, tables, "map" if placement == "page_cache" else "ring")
+    else:
+        if files is not None and files is not built.files:
+            files.close()
+        files = None
+        store = KeptInArena(parameters, builder.device) if placement == "arena" else KeptOnDevice()
+    return FrozenReference(reference.policy, placement, store, builder.control, files)
+
+
+def choose_placement(
+    wanted: Literal["auto"] | Placement, *, shard_bytes: int, capacity: int | None, in_files: bool
+) -> Placement:
+    """What `auto` means. `capacity`: bytes of the device; None: a CPU, where the device's memory is the host's."""
+    if wanted != "auto":
+        return wanted
+    if capacity is None or shard_bytes <= DEVICE_SHARE * capacity:
+        return "device"
+    return "page_cache" if in_files else "arena"
+
+
+def reference_parameters(policy: PackedPolicy) -> dict[str, Tensor]:
+    """What is freed between passes. Buffers stay: they are small, and most are in no file."""
+    return {name: tensor for name, tensor in own_tensors(policy.lm).items() if isinstance(tensor, torch.nn.Parameter)}
+
+
+def _capacity(builder: Builder) -> int | None:
+    if builder.device.type != "cuda":
+        return None
+    total: int = torch.cuda.mem_get_info(builder.device)[1]
+    return min(total, int(builder.recipe.memory.device_memory or total))
