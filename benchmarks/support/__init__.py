@@ -1,0 +1,1 @@
+"""Parts that the benchmarks of weights share. They run as scripts: `benchmarks/` is on their path."""
