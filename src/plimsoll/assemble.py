@@ -10,12 +10,14 @@ from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from plimsoll.checkpoint.rng import restore_rng, seed_rng
+from plimsoll.checkpoint.saving import TrainingSaver
 from plimsoll.checkpoint.store import CheckpointStore
 from plimsoll.checkpoint.training import read_training_checkpoint
 from plimsoll.cluster.inline import InlineGroup
@@ -157,7 +159,8 @@ def open_session(recipe: Recipe, *, objective: Objective, resume: bool, overwrit
         RunFolder.check(run_root, recipe.name, resume=resume, overwrite=overwrite)
         run = run_root / recipe.name
         resumed = find_resumed(run, console) if resume else None
-        sources = resolve_sources(recipe, run, resumed)
+        scratch = Path(stack.enter_context(TemporaryDirectory(prefix="plimsoll-")))
+        sources = resolve_sources(recipe, run, resumed, scratch)
         tokenizer = load_tokenizer(sources.tokenizer)
         rows = load_rows(recipe, tokenizer, objective)
         plan = _plan(recipe, sources, tokenizer, rows, resumed)
@@ -168,6 +171,7 @@ def open_session(recipe: Recipe, *, objective: Objective, resume: bool, overwrit
         if not folder.tokenizer.is_dir():
             # Checkpoints take these files from here: the folder they come from may go, a checkpoint by retention.
             keep_tokenizer(folder.tokenizer, sources)
+        sources.convert_weights(folder.path, console)
         for dataset in (rows.train, rows.held_out):
             for line in dataset.report.lines() if dataset else ():
                 console.note(line)
@@ -243,6 +247,7 @@ class _Opening:
             profiler=self._profiler(plan, start_step),
             memory=memory,
             store=store,
+            saver=TrainingSaver(store),
             plane=plane,
             stream=self.rows.stream,
             policy=InlineGroup(worker),
@@ -251,6 +256,7 @@ class _Opening:
             responses=self.rows.responses,
             start_step=start_step,
         )
+        stack.push(session.end_saving)
         store.check_space(session.checkpoint_bytes())
         self.console.start(plan.steps, recipe.name, first_step=start_step)
         return session
@@ -300,7 +306,6 @@ class _Opening:
         """A checkpoint's model/ holds the master weights bitwise, so building from it restores them."""
         worker = PolicyWorker(self.sources.recipe, plan, plane, objective=self.objective)
         if self.resumed and self.resumed.checkpoint:
-            # Read here and let go of: files that stay mapped keep their disk space after they are deleted.
             checkpoint = read_training_checkpoint(self.resumed.checkpoint)
             counters = Counters(
                 version=checkpoint.state.policy_version,
@@ -308,7 +313,7 @@ class _Opening:
                 skipped_nonfinite=checkpoint.state.skipped_nonfinite,
                 skipped_empty=checkpoint.state.skipped_empty,
             )
-            worker.load_optimizer_state(checkpoint.optimizer, counters)
+            worker.load_state(checkpoint.optimizer, counters)
         return worker
 
     def _generation(

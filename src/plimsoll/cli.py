@@ -114,7 +114,9 @@ def _load_training(
 
 @app.command(name="eval")
 def evaluate(
-    target: Annotated[Path, typer.Argument(metavar="RUN_OR_MODEL", help="A run folder or a Hugging Face folder.")],
+    target: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_MODEL", help="A run folder, a Hugging Face folder or a .gguf file.")
+    ],
     overrides: Overrides = None,
     recipe: Annotated[
         Path | None, typer.Option("--recipe", metavar="RECIPE", help="The recipe. Default: the run's own.")
@@ -122,8 +124,8 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Measure accuracy and pass@k on held-out rows."""
-    if not target.is_dir():
-        raise RefusedError(f"{target} is not a folder: name a run folder or a Hugging Face folder")
+    if not target.is_dir() and not (target.suffix == ".gguf" and target.is_file()):
+        raise RefusedError(f"{target} is not a folder: name a run folder, a Hugging Face folder or a .gguf file")
     path = _recipe_of(target) if recipe is None else recipe
     loaded = load_recipe(path, overrides or [])
     check_eval(loaded)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from plimsoll.config.recipe import Recipe
 from plimsoll.data.load import load_dataset
 from plimsoll.data.tokenizer import load_tokenizer
 from plimsoll.model.build import DTYPES, load_pretrained, quiet_transformers, read_config
+from plimsoll.model_cache import convert, is_convertible, open_model
 from plimsoll.observe.console import Console, logging_to
 from plimsoll.reward.pool import ScoringPool
 from plimsoll.reward.resolve import check_sources, needs_answer
@@ -32,7 +34,7 @@ class EvalSummary:
 
 
 def run(target: Path, recipe: Recipe) -> EvalSummary:
-    """Evaluate a run's newest complete checkpoint, a checkpoint's folder, or a Hugging Face folder.
+    """Evaluate a run's newest complete checkpoint, a checkpoint's folder, a Hugging Face folder or a GGUF file.
 
     Raises RefusedError when there is no model at `target`, DataError when the held-out rows cannot be used.
     """
@@ -43,7 +45,23 @@ def run(target: Path, recipe: Recipe) -> EvalSummary:
 
 def _run(target: Path, recipe: Recipe, console: Console) -> EvalSummary:
     quiet_transformers()
-    model_folder = locate_model(target).model
+    with TemporaryDirectory(prefix="plimsoll-") as scratch:
+        return _evaluate(_usable_folder(target, recipe, Path(scratch), console), target, recipe, console)
+
+
+def _usable_folder(target: Path, recipe: Recipe, scratch: Path, console: Console) -> Path:
+    """An evaluation has no folder to keep converted weights in: they are gone with `scratch`."""
+    if not is_convertible(target):
+        return locate_model(target).model
+    companions = scratch / "companions"
+    companions.mkdir()
+    dtype = DTYPES[recipe.model.dtype]
+    model = open_model("model", target, scratch, companions, dtype=dtype, reuse=False)
+    convert([model], console.note)
+    return model.folder
+
+
+def _evaluate(model_folder: Path, target: Path, recipe: Recipe, console: Console) -> EvalSummary:
     tokenizer = load_tokenizer(Path(recipe.model.tokenizer) if recipe.model.tokenizer else model_folder)
     assert recipe.data.eval is not None, "checked with the recipe"
     need = "answer" if needs_answer(recipe.reward) else "prompt"
@@ -75,4 +93,4 @@ def _run(target: Path, recipe: Recipe, console: Console) -> EvalSummary:
             seed=recipe.seed,
             decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
         )
-    return EvalSummary(result=result, model=model_folder)
+    return EvalSummary(result=result, model=target if is_convertible(target) else model_folder)

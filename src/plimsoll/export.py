@@ -1,10 +1,11 @@
 """`plimsoll export`: a run's weights, or those of a GGUF file, as a Hugging Face folder that transformers loads.
 
 The checkpoint's model/ is such a folder already, in the dtype of the master weights. Export copies it file by file,
-converting the weights one tensor at a time, so memory is bounded by the largest tensor. A GGUF file is read whole.
+converting the weights one tensor at a time, so memory is bounded by the largest tensor. So are those of a GGUF file.
 """
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ from plimsoll.checkpoint.files import format_bytes, free_bytes, fsync_folder, fs
 from plimsoll.checkpoint.locate import Located, locate_model
 from plimsoll.checkpoint.state import read_state
 from plimsoll.errors import CheckpointError, RefusedError
-from plimsoll.gguf import check_gguf, find_gguf, load_gguf
+from plimsoll.gguf import find_gguf, open_gguf
 from plimsoll.weights.tensors import TensorFiles, TensorSpec, write_specs
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -31,6 +32,8 @@ DTYPES: Mapping[str, torch.dtype] = {
 """Dtypes that weights can be exported in."""
 
 _INDEX = "model.safetensors.index.json"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -93,13 +96,16 @@ def _export_run(run: Path, step: int | None, out: Path, dtype: str | None) -> Ex
 def _export_gguf(file: Path, step: int | None, out: Path, dtype: str | None) -> ExportSummary:
     if step is not None:
         raise RefusedError(f"--step {step} is for runs, and {file} is a GGUF file; leave it out")
-    check_gguf(file)
     name = dtype if dtype is not None else "bfloat16"
-    loaded = load_gguf(file, DTYPES[name])
-    tensors = loaded.tensors()
-    _check_space(out, sum(tensor.nbytes for tensor in tensors.values()))
-    _publish(out, lambda partial: loaded.write(partial, DTYPES[name]))
-    return _summary(out, file, None, name, len(tensors))
+    model = open_gguf(file, DTYPES[name])
+    _check_space(out, model.num_bytes)
+
+    def write(partial: Path) -> None:
+        model.write_companions(partial)
+        model.write_weights(partial, logger.warning)
+
+    _publish(out, write)
+    return _summary(out, file, None, name, model.num_tensors)
 
 
 def _check_space(out: Path, need: int) -> None:

@@ -1,4 +1,8 @@
-"""What a recipe's `model` section means on this disk: folders, resolved once, before anything is built."""
+"""What a recipe's `model` section means on this disk: folders, resolved once, before anything is built.
+
+Weights that are no safetensors (GGUF, pytorch_model.bin) are looked into here, and converted into the run's folder once
+data and plan are accepted: until then nothing is written.
+"""
 
 import json
 from dataclasses import dataclass
@@ -11,6 +15,8 @@ from plimsoll.checkpoint.training import MODEL
 from plimsoll.config.derived import RunPlan
 from plimsoll.config.recipe import Recipe
 from plimsoll.errors import CheckpointError, RefusedError
+from plimsoll.model.build import DTYPES
+from plimsoll.model_cache import CACHE, Converted, clear, convert, is_convertible, open_model
 from plimsoll.observe.console import Console
 from plimsoll.observe.run_folder import PLAN, TOKENIZER
 from plimsoll.weights.tensors import check_whole
@@ -32,6 +38,14 @@ class Sources:
     recipe: Recipe  # `model.path` and `model.reference` are Hugging Face folders here, never runs
     config: Path  # config.json, or a folder that holds one
     tokenizer: Path
+    converted: tuple[Converted, ...]  # whose folders, named by `recipe`, are there after `convert_weights`
+
+    def convert_weights(self, run: Path, console: Console) -> None:
+        """Fill RUN/model_cache. RefusedError or CheckpointError: weights cannot be converted, or not be written."""
+        if self.converted:
+            model = self.recipe.model
+            clear(run / CACHE, [Path(named) for named in (model.path, model.reference) if named is not None])
+            convert(self.converted, console.note)
 
 
 def find_resumed(run: Path, console: Console) -> Resumed:
@@ -49,58 +63,99 @@ def find_resumed(run: Path, console: Console) -> Resumed:
     return Resumed(plan=plan, checkpoint=path, state=read_state(path))
 
 
-def resolve_sources(recipe: Recipe, run: Path, resumed: Resumed | None) -> Sources:
-    """RefusedError when a folder is missing.
+def resolve_sources(recipe: Recipe, run: Path, resumed: Resumed | None, scratch: Path) -> Sources:
+    """RefusedError when a folder is missing. `scratch`: a folder to write in that lives as long as the answer is used.
 
     A resumed run takes its weights from its own checkpoint and its tokenizer from its own folder, whatever has become
     of the folders that it began with. A reference in use is still read from where it was: the plan has the folder.
     """
-    model = recipe.model
-    update: dict[str, str | None] = {}
-    policy = None  # the folder of `model.path`; located once, because a run's checkpoint is hashed for it
-    if resumed and resumed.checkpoint:
-        config = resumed.checkpoint / MODEL
-        update |= {"path": str(config), "init": "pretrained"}
-    elif model.init == "random":
-        assert model.config is not None, "checked with the recipe"
-        config = Path(model.config)
-    else:
-        assert model.path is not None, "checked with the recipe"
-        config = policy = _weights(model.path, "model.path")
-        update["path"] = str(config)
-    update["reference"] = _reference(recipe, resumed, policy)
-    tokenizer = Path(model.tokenizer) if model.tokenizer else config if config.is_dir() else config.parent
-    if resumed and (run / TOKENIZER).is_dir():
-        tokenizer = run / TOKENIZER
-    return Sources(
-        recipe=recipe.model_copy(update={"model": model.model_copy(update=update)}), config=config, tokenizer=tokenizer
-    )
+    return _Resolving(recipe, run, resumed, scratch).sources()
 
 
-def _reference(recipe: Recipe, resumed: Resumed | None, policy: Path | None) -> str | None:
-    """The folder of the reference; None without a KL. A run named as reference means the checkpoint it had at first."""
-    model = recipe.model
-    named = model.reference or model.path
-    if recipe.algorithm.kl_coefficient == 0 or named is None:
-        return None
-    if resumed and resumed.plan and resumed.plan.reference:
-        if not Path(resumed.plan.reference).is_dir():
+class _Resolving:
+    """Finds the folders of one recipe, each named model once."""
+
+    def __init__(self, recipe: Recipe, run: Path, resumed: Resumed | None, scratch: Path) -> None:
+        self.recipe = recipe
+        self.run = run
+        self.resumed = resumed
+        self.scratch = scratch
+        self.converted: dict[str, Converted] = {}  # by what the recipe names
+
+    def sources(self) -> Sources:
+        model, resumed = self.recipe.model, self.resumed
+        update: dict[str, str | None] = {}
+        policy = None  # the folder of `model.path`; located once, because a run's checkpoint is hashed for it
+        if resumed and resumed.checkpoint:
+            config = resumed.checkpoint / MODEL
+            update["path"] = str(config)  # read even with init=random, which then only says what the reference is
+        elif model.init == "random":
+            assert model.config is not None, "checked with the recipe"
+            config = Path(model.config)
+        else:
+            assert model.path is not None, "checked with the recipe"
+            policy = self.weights(model.path, "model.path")
+            update["path"] = str(policy)
+            config = self.converted[model.path].companions if model.path in self.converted else policy
+        update["reference"] = self.reference(policy)
+        tokenizer = Path(model.tokenizer) if model.tokenizer else config if config.is_dir() else config.parent
+        if resumed and (self.run / TOKENIZER).is_dir():
+            tokenizer = self.run / TOKENIZER
+        return Sources(
+            recipe=self.recipe.model_copy(update={"model": model.model_copy(update=update)}),
+            config=config,
+            tokenizer=tokenizer,
+            converted=tuple(self.converted.values()),
+        )
+
+    def reference(self, policy: Path | None) -> str | None:
+        """The folder of the reference; None without a KL. Of a run named as reference, the checkpoint it had at first."""
+        model = self.recipe.model
+        named = model.reference or model.path
+        if self.recipe.algorithm.kl_coefficient == 0 or named is None:
+            return None
+        setting = "model.reference" if model.reference else "model.path"
+        if self.resumed and self.resumed.plan and self.resumed.plan.reference:
+            return str(self.first_reference(Path(self.resumed.plan.reference), named, setting))
+        if model.reference is None and policy is not None:
+            return str(policy)
+        return str(self.weights(named, setting))
+
+    def first_reference(self, recorded: Path, named: str, setting: str) -> Path:
+        """The reference that the run began with. A converted one lies in the run's folder, wherever that is now."""
+        folder = recorded
+        if recorded.parent.name == CACHE:
+            folder = self.run / CACHE / recorded.name
+            if not folder.is_dir() and is_convertible(Path(named)):
+                folder = self.weights(named, setting)  # has the name again if it comes of the same files
+        if folder.name != recorded.name or not (folder.is_dir() or named in self.converted):
             raise RefusedError(
-                f"model.reference: {resumed.plan.reference}, the reference that this run began with, is gone; put it "
-                "back, or start a new run (name=OTHER)"
+                f"model.reference: {recorded}, the reference that this run began with, is gone; put it back, or start "
+                "a new run (name=OTHER)"
             )
-        return resumed.plan.reference
-    if model.reference is None and policy is not None:
-        return str(policy)
-    return str(_weights(named, "model.reference" if model.reference else "model.path"))
+        return folder
 
-
-def _weights(named: str, setting: str) -> Path:
-    """The Hugging Face folder that `named` means. Broken files are refused here, before the run folder is touched."""
-    folder = locate_model(named, setting=setting).model
-    try:
-        for path in sorted(folder.glob("*.safetensors")):
-            check_whole(path)
-    except CheckpointError as error:
-        raise RefusedError(f"{setting}: {error}") from error
-    return folder
+    def weights(self, named: str, setting: str) -> Path:
+        """The Hugging Face folder that `named` means. Broken files are refused: the run folder is not touched yet."""
+        path = Path(named)
+        if named in self.converted:
+            return self.converted[named].folder
+        if is_convertible(path):
+            scratch = self.scratch / str(len(self.converted))
+            scratch.mkdir()
+            self.converted[named] = open_model(
+                setting,
+                path,
+                self.run / CACHE,
+                scratch,
+                dtype=DTYPES[self.recipe.model.dtype],
+                reuse=self.resumed is not None,
+            )
+            return self.converted[named].folder
+        folder = locate_model(named, setting=setting).model
+        try:
+            for file in sorted(folder.glob("*.safetensors")):
+                check_whole(file)
+        except CheckpointError as error:
+            raise RefusedError(f"{setting}: {error}") from error
+        return folder

@@ -41,7 +41,7 @@ class Point:
 
 POINTS = {
     "load": Point(owner=PolicyWorker, name="__init__", phase=Phase.LOAD),
-    "restore": Point(owner=PolicyWorker, name="load_optimizer_state", phase=Phase.LOAD),
+    "restore": Point(owner=PolicyWorker, name="load_state", phase=Phase.LOAD),
     "rollout": Point(owner=NativeEngine, name="step", phase=Phase.ROLLOUT, call=4),
     "reward": Point(owner=ScoringPool, name="_readable", phase=Phase.ROLLOUT, call=2, hang=True),
     # Two optimizer steps of at least two micro-batches are over or under way by then.

@@ -1,6 +1,8 @@
 """A GGUF file becomes a model that trains: what is written here with llama.cpp's own library comes out unchanged."""
 
 import json
+import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from plimsoll.cli import main
-from tests.e2e.small import Small, metrics, tensors
+from tests.e2e.small import Small, last_line, metrics, tensors, weights
 from tests.extras import needs
 
 gguf = pytest.importorskip("gguf")
@@ -143,30 +145,106 @@ def test_tokenizer_chat_template_and_end_of_sequence_come_along(tmp_path: Path) 
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == 0
 
 
-def test_a_converted_model_trains(small: Small, tmp_path: Path) -> None:
-    file = write_gguf(tmp_path / "tiny.gguf", random_weights())
-    assert main(["export", str(file), str(tmp_path / "out")]) == 0
+def test_a_recipe_may_name_a_gguf_file(small: Small, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = write_gguf(tmp_path / "tiny.v1.gguf", random_weights())
+    asked = (f"model.path={file}", f"model.reference={file}", "algorithm.kl_coefficient=0.1")
 
-    run = small.train(f"model.path={tmp_path / 'out'}", "algorithm.kl_coefficient=0.01")
+    run = small.train(*asked, "train.steps=1")
 
+    said = capfd.readouterr().err
+    (cached,) = (run / "model_cache").iterdir()  # policy and reference are one model
+    assert f"model.path: converted {file} to {cached}" in said
+    found = tensors(cached)
+    assert all(torch.equal(found[name], tensor) for name, tensor in random_weights().items())
+    assert (cached / "config.json").is_file()
+    tokenizer = AutoTokenizer.from_pretrained(run / "checkpoints" / "step_1" / "model")
+    assert tokenizer.eos_token == "<|end|>"
+    trained = tensors(run / "checkpoints" / "step_1" / "model")
+    assert set(trained) == set(found)
+    assert not torch.equal(trained["model.norm.weight"], found["model.norm.weight"])
+    assert json.loads((run / "recipe.json").read_text())["model"]["path"] == str(file)
+
+    file.unlink()  # a resumed run has all that it needs: its checkpoint, and its reference in the cache
+    small.train(*asked, "train.steps=2", "--resume")
     assert [row["step"] for row in metrics(run)] == [0, 1, 2]
-    trained = tensors(run / "checkpoints" / "step_2" / "model")
-    assert not torch.equal(trained["model.norm.weight"], random_weights()["model.norm.weight"])
+    assert metrics(run)[-1]["actor/kl_ref"] > 0
 
 
-def test_a_recipe_that_names_a_gguf_file_is_answered_with_the_command_that_converts_it(
+def test_a_run_without_checkpoint_takes_its_conversion_again_unless_the_file_has_changed(
     small: Small, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    file = write_gguf(tmp_path / "tiny.v1.gguf", random_weights())
-    small.train(f"model.path={file}", f"model.reference={file}", "algorithm.kl_coefficient=0.1", expect=2)
-    said = capfd.readouterr().err
-    for key in ("model.path", "model.reference"):
-        command = f"`plimsoll export {file} {tmp_path / 'tiny.v1'}`, then set `{key}={tmp_path / 'tiny.v1'}`"
-        assert f"`{key}`: {file} is a GGUF file" in said
-        assert command in said
+    file = write_gguf(tmp_path / "tiny.gguf", random_weights())
+    run = small.train(f"model.path={file}", "train.steps=1")
+    (first,) = (run / "model_cache").iterdir()
+    written = first.stat().st_mtime_ns
 
-    assert main(["export", str(file), str(tmp_path / "tiny.v1")]) == 0  # following it literally works
-    small.train(f"model.path={tmp_path / 'tiny.v1'}", "train.steps=1")
+    def resume() -> str:
+        shutil.rmtree(run / "checkpoints")
+        capfd.readouterr()
+        small.train(f"model.path={file}", "train.steps=1", "--resume")
+        return capfd.readouterr().err
+
+    assert f"{first} is used, converted from {file} before" in resume()
+    assert first.stat().st_mtime_ns == written
+
+    (run / "model_cache" / ".half.tmp-1").mkdir()  # left by a process that was killed
+    os.utime(file, (1, 1))
+    assert "model.path: converted" in resume()
+    (second,) = (run / "model_cache").iterdir()
+    assert second != first
+
+
+def test_a_folder_with_a_pickle_alone_trains_on_the_same_weights(small: Small, tmp_path: Path) -> None:
+    old = tmp_path / "old"
+    shutil.copytree(small.model, old)
+    (stored,) = old.glob("*.safetensors")
+    torch.save(tensors(old), old / "pytorch_model.bin")
+    stored.unlink()
+
+    new = small.train("name=new")
+    run = small.train("name=old", f"model.path={old}")
+
+    (cached,) = (run / "model_cache").iterdir()
+    assert cached.name.startswith("old-")
+    before, after = weights(new, 2), weights(run, 2)
+    assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
+    assert not list(old.glob("*.safetensors"))  # the source stays as it was
+
+
+def test_an_evaluation_converts_for_itself(small: Small, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf", random_weights())
+    assert main(["export", str(file), str(tmp_path / "out"), "--dtype", "float32"]) == 0
+    results: list[dict[str, object]] = []
+    for target in (file, tmp_path / "out"):
+        recipe, *settings = small.arguments()
+        assert main(["eval", str(target), "--recipe", recipe, *settings, "--json"]) == 0
+        results.append(last_line(capfd))
+    assert results[0] == results[1] | {"model": str(file)}
+    assert not small.runs.exists()
+
+
+def test_what_cannot_be_trained_from_is_refused_before_the_run_folder_is_touched(
+    small: Small, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf", random_weights())
+    part = random_weights()
+    del part["model.layers.0.mlp.up_proj.weight"]
+    (tmp_path / "two").mkdir()
+    for name in ("a.gguf", "b.gguf"):
+        write_gguf(tmp_path / "two" / name, part)
+
+    def said(path: Path) -> str:
+        small.train(f"model.path={path}", expect=2)
+        assert not small.runs.exists()
+        return capfd.readouterr().err
+
+    assert "1 missing tensors: model.layers.0.mlp.up_proj.weight" in said(tmp_path / "two" / "a.gguf")
+    assert "holds 2 GGUF files (a.gguf, b.gguf); name one of them in `model.path`" in said(tmp_path / "two")
+    assert "does not exist" in said(tmp_path / "none.gguf")
+    monkeypatch.setattr("plimsoll.config.files.installed", lambda name: False)
+    text = said(file)
+    assert "needs gguf and accelerate" in text
+    assert "pip install 'plimsoll-rl[gguf]'" in text
 
 
 def refused(capfd: pytest.CaptureFixture[str], source: Path, out: Path, *options: str) -> str:

@@ -1,6 +1,7 @@
 """Every option of the algorithm and of the update runs, and does what it says."""
 
 import math
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,8 @@ import torch
 from plimsoll.checkpoint.locate import locate_model
 from plimsoll.checkpoint.state import read_state
 from plimsoll.jsonl import read_jsonl
+from plimsoll.weights.tensors import TensorFiles
+from plimsoll.weights.write import ShardWriter
 from tests.e2e.small import Small, metrics, rollouts, tensors, weights
 
 STOPS = f"rollout.stop_token_ids={[1, *range(5, 261, 4)]}"
@@ -274,7 +277,31 @@ def test_the_gradient_is_clipped_to_its_norm(small: Small, plain: Path, model: P
     for name, limit in (("clipped", "0.01"), ("free", "null")):
         folder = run(small, f"train.max_grad_norm={limit}", "train.steps=1", name=name)
         assert metrics(folder)[0]["train/grad_norm"] == pytest.approx(metrics(plain)[0]["train/grad_norm"], rel=1e-5)
-        moments = load_file(folder / "checkpoints" / "step_1" / "optimizer.safetensors")
+        moments = load_file(folder / "checkpoints" / "step_1" / "optimizer" / "optimizer.safetensors")
         gradient = torch.cat([m.flatten() for n, m in moments.items() if n.endswith("exp_avg")]) / 0.1
         norms.append(float(gradient.norm()))
     assert norms == pytest.approx([0.01, metrics(plain)[0]["train/grad_norm"]], rel=1e-4)
+
+
+def test_an_update_waits_until_a_save_in_the_background_has_read_the_weights(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("checkpoint.every=1", "train.steps=2", "checkpoint.keep=null")
+    foreground = run(small, *options, name="foreground")
+    write, seconds = ShardWriter.run, 3.0  # far longer than everything between two updates takes here
+
+    def late(writer: ShardWriter) -> None:
+        time.sleep(seconds)
+        write(writer)
+
+    monkeypatch.setattr(ShardWriter, "run", late)
+    background = run(small, *options, "checkpoint.background=true", name="background")
+
+    for step in (1, 2):
+        for part in ("model", "optimizer"):
+            first, second = (
+                TensorFiles(sorted((folder / "checkpoints" / f"step_{step}" / part).glob("*.safetensors")))
+                for folder in (foreground, background)
+            )
+            assert first.keys() == second.keys()
+            assert all(torch.equal(first[name], second[name]) for name in first), (step, part)

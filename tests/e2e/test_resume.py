@@ -115,6 +115,24 @@ def test_a_run_killed_again_and_again_ends_like_one_that_was_not(
     assert_ledger(run, straight, {2: 2, 4: 2, 6: 1, 10: 1}, unrecorded=((10, "save"),))
 
 
+def test_checkpoints_written_in_the_background_are_those_of_the_foreground(
+    fresh: Workplace, straight: Workplace, tmp_path: Path
+) -> None:
+    run = fresh.copy(tmp_path / "work")
+    # The checkpoint of step 8 is published at the update of step 9, which is not reached.
+    assert_killed(run.train_until("rollout", 9, "checkpoint.background=true"))
+    assert run.checkpoints() == [4, 6]
+
+    ended = run.train("--resume", "checkpoint.background=true", "checkpoint.keep=null")
+    assert ended.code == 0, ended.stderr
+    assert "resuming from runs/small/checkpoints/step_6" in ended.stderr
+    assert run.checkpoints() == [4, 6, 8, 10, 12]
+    for step in run.checkpoints():
+        assert run.tensors(step) == straight.tensors(step), step
+        assert run.state(step) == straight.state(step), step
+    assert_same_end(run, straight)
+
+
 @pytest.mark.parametrize(
     ("signum", "point", "step", "code"),
     [

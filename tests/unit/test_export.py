@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from plimsoll import export
 from plimsoll.checkpoint.store import CheckpointStore
-from plimsoll.checkpoint.training import write_training_checkpoint
+from plimsoll.checkpoint.training import start_training_checkpoint
 from plimsoll.errors import CheckpointError, RefusedError
-from plimsoll.weights.tensors import TensorFiles
+from plimsoll.weights.tensors import TensorFiles, write_tensors
 from tests import tiny
 from tests.unit.checkpoint.states import training_state
 
@@ -34,12 +34,9 @@ def save(run: Path, model: PreTrainedModel, step: int = 4, *, compute: str = "fl
         (folder / "extra" / "note.txt").write_text("kept")
 
     def write(folder: Path) -> None:
-        write_training_checkpoint(
-            folder,
-            state=training_state(step=step, plan={"compute_dtype": compute}),
-            optimizer_state={"m": torch.ones(1)},
-            write_model=write_model,
-        )
+        start_training_checkpoint(folder, training_state(step=step, plan={"compute_dtype": compute}))
+        write_model(folder / "model")
+        write_tensors(folder / "optimizer" / "optimizer.safetensors", {"m": torch.ones(1)})
 
     return CheckpointStore(run / "checkpoints", keep=None).save(step, write)
 
@@ -78,7 +75,7 @@ def test_tokenizer_template_and_generation_config_come_along(tmp_path: Path) -> 
     assert (out / "generation_config.json").is_file()
     assert (out / "extra" / "note.txt").read_text() == "kept"
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
-    assert not {"manifest.json", "state.json", "optimizer.safetensors"} & set(os.listdir(out))
+    assert not {"manifest.json", "state.json", "optimizer"} & set(os.listdir(out))
 
 
 def test_files_are_cut_as_in_the_checkpoint_and_the_index_stays_true(tmp_path: Path) -> None:

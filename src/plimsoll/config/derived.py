@@ -37,6 +37,6 @@ class RunPlan(Section):
     kv_bytes: int
     """Bytes of the KV cache: slots x tokens x bytes a token."""
     reference: str | None
-    """Folder of the frozen reference; None: no KL."""
+    """Folder of the frozen reference; None: no KL, or the policy's own first weights from random."""
     stop_token_ids: tuple[int, ...]
     """Ids that end a response."""

@@ -9,6 +9,9 @@ from plimsoll.config.recipe import Recipe
 from plimsoll.config.source import read_file
 from plimsoll.errors import RecipeError
 
+GGUF_LIBRARIES = ("gguf", "accelerate")
+"""What transformers reads GGUF files with."""
+
 
 def check_files(recipe: Recipe, recipe_file: Path, *, command: str = "train", resume: bool = False) -> None:
     """RecipeError names every key whose file or folder is missing. `recipe_file`: the recipe as the user named it, so
@@ -33,45 +36,45 @@ def _sinks(recipe: Recipe) -> Iterator[str]:
 
 def _models(recipe: Recipe, recipe_file: Path, command: str) -> Iterator[str]:
     model = recipe.model
-    if model.init == "pretrained" and model.path is not None and (gguf := _gguf(model.path)):
-        yield _convert("model.path", gguf)
-    elif model.init == "pretrained" and model.path is not None and not Path(model.path).is_dir():
-        yield f"`model.path={model.path}` is not a folder; {_how_to_make(recipe, model.path, recipe_file)}"
+    if model.init == "pretrained" and model.path is not None:
+        if Path(model.path).is_dir() or Path(model.path).suffix == ".gguf":
+            yield from _gguf("model.path", Path(model.path))
+        else:
+            yield f"`model.path={model.path}` is not a folder; {_how_to_make(recipe, model.path, recipe_file)}"
     if model.init == "random" and model.config is not None and not _holds_config(Path(model.config)):
         yield (
             f"`model.config={model.config}` is no config.json and no folder that holds one; name one in `model.config`"
         )
     if model.tokenizer is not None and not Path(model.tokenizer).is_dir():
         yield f"`model.tokenizer={model.tokenizer}` is not a folder; name the folder of tokenizer.json"
-    reference_read = command == "train" and recipe.algorithm.kl_coefficient > 0
-    if reference_read and model.reference is not None and (gguf := _gguf(model.reference)):
-        yield _convert("model.reference", gguf)
-    elif reference_read and model.reference is not None and not Path(model.reference).is_dir():
+    if command == "train" and recipe.algorithm.kl_coefficient > 0 and model.reference is not None:
+        if Path(model.reference).is_dir() or Path(model.reference).suffix == ".gguf":
+            yield from _gguf("model.reference", Path(model.reference))
+        else:
+            yield (
+                f"`model.reference={model.reference}` is not a folder; name a Hugging Face folder in "
+                "`model.reference`, or set `algorithm.kl_coefficient=0`"
+            )
+
+
+def _gguf(key: str, path: Path) -> Iterator[str]:
+    """What is wrong with a GGUF file, or with a folder that holds one instead of a Hugging Face model."""
+    files = gguf_files(path) if path.is_dir() else [path]
+    if not path.exists():
+        yield f"`{key}={path}` does not exist; name a .gguf file or a Hugging Face folder in `{key}`"
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        yield f"`{key}={path}` holds {len(files)} GGUF files ({names}); name one of them in `{key}`"
+    missing = [library for library in GGUF_LIBRARIES if not installed(library)]
+    if files and missing:
         yield (
-            f"`model.reference={model.reference}` is not a folder; name a Hugging Face folder in `model.reference`, "
-            "or set `algorithm.kl_coefficient=0`"
+            f"`{key}={path}`: reading GGUF needs {' and '.join(missing)}, not installed here: {how_to_install('gguf')}"
         )
-
-
-def _gguf(named: str) -> Path | None:
-    """The GGUF file that is named, or that a folder holds instead of a Hugging Face model."""
-    path = Path(named)
-    if path.suffix == ".gguf":
-        return path
-    return next(iter(gguf_files(path)), None)
 
 
 def gguf_files(folder: Path) -> list[Path]:
     """The GGUF files of a folder; none where it holds a Hugging Face model, or is no folder."""
     return sorted(folder.glob("*.gguf")) if folder.is_dir() and not (folder / "config.json").is_file() else []
-
-
-def _convert(key: str, file: Path) -> str:
-    folder = file.with_suffix("")
-    return (
-        f"`{key}`: {file} is a GGUF file, and training starts from a Hugging Face folder; convert it once with "
-        f"`plimsoll export {file} {folder}`, then set `{key}={folder}`"
-    )
 
 
 def _own_folder(recipe: Recipe) -> Iterator[str]:
