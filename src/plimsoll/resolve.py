@@ -109,7 +109,7 @@ class _Resolving:
         )
 
     def reference(self, policy: Path | None) -> str | None:
-        """The folder of the reference; None without a KL. Of a run named as reference, the checkpoint it had at first."""
+        """The folder of the reference; None without a KL. Of a run that is named, the checkpoint it had at first."""
         model = self.recipe.model
         named = model.reference or model.path
         if self.recipe.algorithm.kl_coefficient == 0 or named is None:

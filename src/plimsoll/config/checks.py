@@ -89,8 +89,8 @@ def _reference(recipe: Recipe) -> Iterator[str]:
     if recipe.algorithm.kl_coefficient > 0 and in_memory_only and placement in ("page_cache", "ring"):
         yield (
             f"`model.reference_placement={placement}` reads the reference from its files, and the first weights of a "
-            "model with `model.init=random` are in none: set `model.reference_placement` to `device`, `arena` or `auto`, "
-            "or name a folder in `model.reference`"
+            "model with `model.init=random` are in none: set `model.reference_placement` to `device`, `arena` or "
+            "`auto`, or name a folder in `model.reference`"
         )
 
 

@@ -25,11 +25,11 @@ class ModelConfig(Section):
     """Attention over packed rows: `packed` (varlen kernel, GPU), `padded` (padded inside attention only), `single` (one
     sequence a row). `auto` takes the first that the device and the model family can do; a probe at start checks it."""
     reference: str | None = None
-    """Hugging Face folder of the frozen reference. Default: `model.path`, or with `model.init=random` the policy's first
-    weights. Read only when a KL coefficient is set."""
+    """Hugging Face folder of the frozen reference. Default: `model.path`, or with `model.init=random` the policy's
+    first weights. Read only when a KL coefficient is set."""
     reference_placement: Literal["auto", "device", "page_cache", "ring", "arena"] = "auto"
-    """Where the frozen reference is between passes. `device`: its shard stays (compute dtype x parameters / shard group).
-    `page_cache`: nowhere; copied for each pass from a map of its files, fast while the node's page cache holds them.
+    """Where the frozen reference is between passes. `device`: its shard stays (compute dtype x parameters / ranks of a
+    shard group). `page_cache`: nowhere; copied for each pass from a map of its files, fast while the node's page cache holds them.
     `ring`: nowhere; read for each pass through 192 MiB of host memory. `arena`: a copy of the shard in host memory,
     pinned on a GPU. `auto`: `device` on a CPU, or when it takes at most a fifth of the device; else `page_cache`
     (`ring` where a map cannot be registered), or `arena` for a reference that no file holds."""

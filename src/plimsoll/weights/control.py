@@ -4,6 +4,7 @@ Writing a checkpoint takes minutes, and the training group's time-out may be sec
 while a slow disk is still busy. A failure on one rank becomes the same error on all of them, at once.
 """
 
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -23,11 +24,11 @@ class ControlGroup:
     """
 
     def __init__(self, timeout: timedelta = TIMEOUT) -> None:
-        import torch.distributed as dist  # here: whoever only looks for a checkpoint does not wait for torch
-
+        # Where nobody has imported it there is no group, and who only looks for a checkpoint does not wait for torch.
+        dist: Any = sys.modules.get("torch.distributed")
         self._dist = dist
-        self.ranks = dist.get_world_size() if dist.is_initialized() else 1
-        self.rank = dist.get_rank() if self.ranks > 1 else 0
+        self.ranks: int = dist.get_world_size() if dist is not None and dist.is_initialized() else 1
+        self.rank: int = dist.get_rank() if self.ranks > 1 else 0
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout) if self.ranks > 1 else None
 
     def barrier(self) -> None:
