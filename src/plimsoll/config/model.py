@@ -29,7 +29,7 @@ class ModelConfig(Section):
     first weights. Read only when a KL coefficient is set."""
     reference_placement: Literal["auto", "device", "page_cache", "ring", "arena"] = "auto"
     """Where the frozen reference is between passes. `device`: its shard stays (compute dtype x parameters / ranks of a
-    shard group). `page_cache`: nowhere; copied for each pass from a map of its files, fast while the node's page cache holds them.
-    `ring`: nowhere; read for each pass through 192 MiB of host memory. `arena`: a copy of the shard in host memory,
-    pinned on a GPU. `auto`: `device` on a CPU, or when it takes at most a fifth of the device; else `page_cache`
-    (`ring` where a map cannot be registered), or `arena` for a reference that no file holds."""
+    shard group). `page_cache`: nowhere; copied for each pass from a map of its files, fast while the node's page cache
+    holds them. `ring`: nowhere; read for each pass through 192 MiB of host memory. `arena`: a copy of the shard in host
+    memory, pinned on a GPU. `auto`: `device` on a CPU, or when it takes at most a fifth of the device; else
+    `page_cache` (`ring` where a map cannot be registered), or `arena` for a reference that no file holds."""

@@ -7,7 +7,7 @@ while a slow disk is still busy. A failure on one rank becomes the same error on
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from plimsoll.errors import CheckpointError, PlimsollError
 
@@ -25,8 +25,8 @@ class ControlGroup:
 
     def __init__(self, timeout: timedelta = TIMEOUT) -> None:
         # Where nobody has imported it there is no group, and who only looks for a checkpoint does not wait for torch.
-        dist: Any = sys.modules.get("torch.distributed")
-        self._dist = dist
+        dist = cast("Any", sys.modules.get("torch.distributed"))
+        self._dist: Any = dist
         self.ranks: int = dist.get_world_size() if dist is not None and dist.is_initialized() else 1
         self.rank: int = dist.get_rank() if self.ranks > 1 else 0
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout) if self.ranks > 1 else None
