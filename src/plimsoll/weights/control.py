@@ -7,7 +7,7 @@ while a slow disk is still busy. A failure on one rank becomes the same error on
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from plimsoll.errors import CheckpointError, PlimsollError
 
@@ -24,12 +24,14 @@ class ControlGroup:
     """
 
     def __init__(self, timeout: timedelta = TIMEOUT) -> None:
+        self.rank, self.ranks = 0, 1
+        self._group: Any = None
         # Where nobody has imported it there is no group, and who only looks for a checkpoint does not wait for torch.
-        dist = cast("Any", sys.modules.get("torch.distributed"))
-        self._dist: Any = dist
-        self.ranks: int = dist.get_world_size() if dist is not None and dist.is_initialized() else 1
-        self.rank: int = dist.get_rank() if self.ranks > 1 else 0
-        self._group: Any = dist.new_group(backend="gloo", timeout=timeout) if self.ranks > 1 else None
+        self._dist: Any = sys.modules.get("torch.distributed")
+        if self._dist is not None and self._dist.is_initialized():
+            self.rank, self.ranks = int(self._dist.get_rank()), int(self._dist.get_world_size())
+            if self.ranks > 1:
+                self._group = self._dist.new_group(backend="gloo", timeout=timeout)
 
     def barrier(self) -> None:
         """Wait for every rank."""
