@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -21,6 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 from plimsoll.errors import RefusedError
 from plimsoll.weights.files import WeightFiles
 from plimsoll.weights.hf_names import dtype_exceptions
+from plimsoll.weights.load import load_sharded
 from plimsoll.weights.names import checkpoint_tables
 from plimsoll.weights.ties import broken_ties, untie
 
@@ -64,23 +64,11 @@ def read_config(path: str | Path) -> PreTrainedConfig:
 
 
 def load_pretrained(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The weights of `folder` as `dtype` on `device`. RefusedError names missing and misshapen tensors."""
-    config = read_config(folder)
-    _check_causal(config, folder)
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, output_loading_info=True, local_files_only=True, ignore_mismatched_sizes=True
-        )
-    except (OSError, SafetensorError) as error:
-        raise RefusedError(f"model.path: the weights in {folder} cannot be read: {error}") from error
-    lm, info = cast("tuple[PreTrainedModel, Mapping[str, Any]]", loaded)
-    causes: list[str] = []
-    for what in ("missing", "mismatched"):
-        if keys := sorted(str(key) for key in info[f"{what}_keys"]):
-            causes.append(f"model.path: {folder} has {len(keys)} {what} tensors: {', '.join(keys[:8])}")
-    if causes:  # transformers would fill them with random numbers
-        raise RefusedError(causes)
-    return lm.to(device)  # pyright: ignore[reportArgumentType]
+    """The weights of `folder` as `dtype` on `device`, not sharded. RefusedError names missing and misshapen tensors."""
+    with WeightFiles(folder) as files:
+        lm = build_meta(folder, dtype, files=files)
+        load_sharded(lm, files, device=device)
+    return lm
 
 
 def build_meta(

@@ -32,13 +32,13 @@ def test_missing_tensors_are_refused_by_name(tmp_path: Path) -> None:
     tensors = load_file(file)
     del tensors["lm_head.weight"]
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(RefusedError, match=r"1 missing tensors: lm_head\.weight"):
+    with pytest.raises(RefusedError, match=r"1 missing tensor: lm_head\.weight"):
         load_pretrained(tmp_path, torch.float32, CPU)
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     tiny.llama().config.save_pretrained(tmp_path)
-    with pytest.raises(RefusedError, match=r"model\.path: the weights in"):
+    with pytest.raises(RefusedError, match=r"holds no \*\.safetensors"):
         load_pretrained(tmp_path, torch.float32, CPU)
 
 
