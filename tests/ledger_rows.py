@@ -30,6 +30,7 @@ ROW = LedgerRow(
     fragmentation=None,
     unattributed=None,
     residents={},
+    on_host=[],
     predicted={},
     allocator="plain",
     seconds=0.5,

@@ -62,6 +62,7 @@ from plimsoll.sizing import (
 )
 from plimsoll.update.worker import Counters, PolicyWorker
 from plimsoll.weights.export import copy_companions
+from plimsoll.weights.registered import registered_bytes
 
 Objective = Literal["policy", "supervised"]
 
@@ -225,7 +226,7 @@ class _Opening:
         plane = LocalPlane()
         stack.callback(close_process_group)
         with memory.enter(Phase.LOAD):
-            worker = self._worker(plan, plane)
+            worker = self._worker(stack, plan, plane)
             generation = self._generation(stack, plan, plane, worker)
         residents.extend(worker.residents())
         residents.extend(generation.residents() if generation else ())
@@ -269,6 +270,7 @@ class _Opening:
             device=device_reader(torch.device(self.plan.device)),
             residents=lambda: residents,
             interval=self.recipe.observe.memory_interval,
+            registered=registered_bytes,
         )
         stack.callback(memory.close)
         return memory
@@ -302,9 +304,10 @@ class _Opening:
         record = recorded_allocations if torch.device(plan.device).type == "cuda" else None
         return Profiler(self.recipe.observe, self.folder.path / "profile", record, self.console.note)
 
-    def _worker(self, plan: RunPlan, plane: LocalPlane) -> PolicyWorker:
+    def _worker(self, stack: ExitStack, plan: RunPlan, plane: LocalPlane) -> PolicyWorker:
         """A checkpoint's model/ holds the master weights bitwise, so building from it restores them."""
         worker = PolicyWorker(self.sources.recipe, plan, plane, objective=self.objective)
+        stack.callback(worker.close)
         if self.resumed and self.resumed.checkpoint:
             checkpoint = read_training_checkpoint(self.resumed.checkpoint)
             counters = Counters(

@@ -150,19 +150,24 @@ def _recipe_of(target: Path) -> Path:
 
 @app.command()
 def export(
-    source: Annotated[Path, typer.Argument(metavar="RUN_OR_GGUF", help="A run folder, or a .gguf file.")],
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN_OR_WEIGHTS", help="A run folder, a .gguf file, or a model's folder with pytorch_model.bin."
+        ),
+    ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it must not hold anything.")],
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint. Default: the newest complete one.")] = None,
     dtype: Annotated[
         str | None,
         typer.Option(
             help="float32, bfloat16, float16 or float64. Default: bfloat16 for a GGUF file and for a run that computed "
-            "in it, else float32."
+            "in it, float32 for other runs, and for pytorch_model.bin what is in it."
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a checkpoint, or a GGUF file, as a Hugging Face folder."""
+    """Write a checkpoint, a GGUF file or pytorch_model.bin as a Hugging Face folder."""
     if not source.is_dir() and source.suffix != ".gguf":
         raise RefusedError(f"{source} is not a folder and not a .gguf file: name a run folder or a .gguf file")
     _prepare_environment()

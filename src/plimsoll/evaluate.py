@@ -11,7 +11,7 @@ from plimsoll.checkpoint.locate import locate_model
 from plimsoll.config.recipe import Recipe
 from plimsoll.data.load import load_dataset
 from plimsoll.data.tokenizer import load_tokenizer
-from plimsoll.model.build import DTYPES, load_pretrained, quiet_transformers, read_config
+from plimsoll.model.build import DTYPES, build_meta, quiet_transformers, read_config
 from plimsoll.model_cache import convert, is_convertible, open_model
 from plimsoll.observe.console import Console, logging_to
 from plimsoll.reward.pool import ScoringPool
@@ -19,6 +19,8 @@ from plimsoll.reward.resolve import check_sources, needs_answer
 from plimsoll.rollout.evaluation import EvalResult, evaluate
 from plimsoll.rollout.native import NativeEngine
 from plimsoll.sizing import DataSizes, derive_plan
+from plimsoll.weights.files import WeightFiles
+from plimsoll.weights.load import load_sharded
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -57,7 +59,7 @@ def _usable_folder(target: Path, recipe: Recipe, scratch: Path, console: Console
     companions.mkdir()
     dtype = DTYPES[recipe.model.dtype]
     model = open_model("model", target, scratch, companions, dtype=dtype, reuse=False)
-    convert([model], console.note)
+    convert([model], console.note, remedy="name another disk with TMPDIR=, or convert it once with `plimsoll export`")
     return model.folder
 
 
@@ -76,9 +78,12 @@ def _evaluate(model_folder: Path, target: Path, recipe: Recipe, console: Console
         )
         plan = derive_plan(recipe, read_config(model_folder), tokenizer, sizes)
         torch.set_num_threads(plan.threads)
+        with WeightFiles(model_folder) as files:
+            # In the compute dtype from the start: casting afterwards would round the rotary frequencies too.
+            lm = build_meta(model_folder, DTYPES[plan.compute_dtype], files=files)
+            load_sharded(lm, files, device=torch.device(plan.device))
         engine = NativeEngine(
-            # Read in the compute dtype: casting afterwards would round the rotary frequencies too.
-            load_pretrained(model_folder, DTYPES[plan.compute_dtype], torch.device(plan.device)).eval(),
+            lm,
             num_slots=plan.num_slots,
             slot_tokens=plan.slot_tokens,
             prefill_tokens=recipe.rollout.prefill_tokens,

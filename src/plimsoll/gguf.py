@@ -121,8 +121,7 @@ class GgufModel:
         if specs is None:
             say(f"{self.file}: transformers reads this family only as a whole, so the whole model is in memory once")
             specs = _whole(self.file, self.dtype)
-        with _refusing(self.file, *_UNREADABLE):
-            write_in_shards(folder, specs)
+        write_in_shards(folder, specs)
         return len(specs)
 
 
@@ -193,6 +192,16 @@ class _Reading:
     dtype: torch.dtype
 
     def __call__(self) -> Tensor:
+        # Only what reading raises: a disk that is full while this is written is no fault of the file.
+        with _refusing(self.file, *_UNREADABLE):
+            tensor = self._unpacked()
+        if tuple(tensor.shape) != self.shape:
+            raise RefusedError(
+                f"{self.file}: {self.name} has the shape {tuple(tensor.shape)}, and {self.shape} by the file's config"
+            )
+        return tensor.to(self.dtype)
+
+    def _unpacked(self) -> Tensor:
         from gguf import dequantize
 
         made: dict[str, Tensor] = {}
@@ -206,12 +215,7 @@ class _Reading:
             if done.name in self.names:
                 weights = done.weights if done.weights.flags.writeable else np.copy(done.weights)
                 made[self.names[done.name]] = torch.from_numpy(weights)
-        tensor = made[self.name]
-        if tuple(tensor.shape) != self.shape:
-            raise RefusedError(
-                f"{self.file}: {self.name} has the shape {tuple(tensor.shape)}, and {self.shape} by the file's config"
-            )
-        return tensor.to(self.dtype)
+        return made[self.name]
 
 
 def _whole(file: Path, dtype: torch.dtype) -> tuple[TensorSpec, ...]:

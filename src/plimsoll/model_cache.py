@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,10 +22,14 @@ from plimsoll.errors import RefusedError
 from plimsoll.gguf import GgufModel, find_gguf, open_gguf
 from plimsoll.weights.control import ControlGroup
 from plimsoll.weights.convert import TorchWeights, check_torch_weights, convert_torch_weights, find_torch_weights
-from plimsoll.weights.publish import format_bytes, free_bytes, publish, saying_why
+from plimsoll.weights.disk import format_bytes, free_bytes
+from plimsoll.weights.publish import publish, saying_why
 
 CACHE = "model_cache"
 """Folder of a run that holds converted weights."""
+
+REMEDY = "name another disk with run_root="
+"""For a run that has no room for its conversion."""
 
 _FORMAT = 1  # of the key: raised when a conversion would give something else than before
 
@@ -87,9 +92,16 @@ def open_model(setting: str, path: Path, cache: Path, scratch: Path, *, dtype: t
     return Converted(setting=setting, source=file, folder=folder, companions=scratch, opened=model)
 
 
-def convert(models: Iterable[Converted], say: Callable[[str], None], *, control: ControlGroup | None = None) -> None:
+def convert(
+    models: Iterable[Converted],
+    say: Callable[[str], None],
+    *,
+    control: ControlGroup | None = None,
+    remedy: str = REMEDY,
+) -> None:
     """Write what is not there yet; of a run of several processes the first writes and the others wait (collective).
 
+    `remedy`: what the user may do where there is no room.
     RefusedError: too little space; an unreadable source. CheckpointError: writing failed. Nothing partial stays.
     """
     control = control or ControlGroup()
@@ -97,13 +109,14 @@ def convert(models: Iterable[Converted], say: Callable[[str], None], *, control:
         if model.opened is None:
             say(f"{model.setting}: {model.folder} is used, converted from {model.source} before")
             continue
-        control.together(lambda model=model: _check_space(model))
+        control.together(lambda model=model: _check_space(model, remedy))
         start = time.monotonic()
-        publish(model.folder, lambda partial, model=model: _write_first(model, partial, say, control), control)
+        write = partial(_write_first, model, say=say, control=control, remedy=remedy)
+        publish(model.folder, write, control, remedy=remedy)
         size = sum(path.stat().st_size for path in model.folder.glob("*.safetensors"))
         say(
             f"{model.setting}: converted {model.source} to {model.folder} ({format_bytes(size)}, "
-            f"{time.monotonic() - start:.1f} s); resuming reads it from there"
+            f"{time.monotonic() - start:.1f} s)"
         )
 
 
@@ -123,29 +136,31 @@ def _key(files: Iterable[Path], dtype: torch.dtype) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:12]
 
 
-def _check_space(model: Converted) -> None:
+def _check_space(model: Converted, remedy: str) -> None:
     free = free_bytes(model.folder.absolute().parent)
     if free < model.num_bytes:
         raise RefusedError(
             f"{model.setting}: converting {model.source} takes {format_bytes(model.num_bytes)} in "
-            f"{model.folder.parent}, and {format_bytes(free)} are free; name another disk with run_root="
+            f"{model.folder.parent}, and {format_bytes(free)} are free; {remedy}"
         )
 
 
-def _write_first(model: Converted, partial: Path, say: Callable[[str], None], control: ControlGroup) -> None:
+def _write_first(
+    model: Converted, folder: Path, *, say: Callable[[str], None], control: ControlGroup, remedy: str
+) -> None:
     def write() -> None:
         if control.rank > 0 or model.opened is None:
             return
         say(f"{model.setting}: converting {model.source} ({format_bytes(model.num_bytes)}) to safetensors …")
-        with saying_why(model.folder):
-            _write(model, partial, say)
+        with saying_why(model.folder, remedy):
+            _write(model, folder, say)
 
     control.together(write)
 
 
-def _write(model: Converted, partial: Path, say: Callable[[str], None]) -> None:
+def _write(model: Converted, folder: Path, say: Callable[[str], None]) -> None:
     if isinstance(model.opened, GgufModel):
-        shutil.copytree(model.companions, partial, dirs_exist_ok=True)
-        model.opened.write_weights(partial, say)
+        shutil.copytree(model.companions, folder, dirs_exist_ok=True)
+        model.opened.write_weights(folder, say)
     elif model.opened is not None:
-        convert_torch_weights(model.opened, partial, say)
+        convert_torch_weights(model.opened, folder, say)

@@ -14,12 +14,12 @@ from plimsoll.checkpoint.store import CheckpointStore
 from plimsoll.checkpoint.training import MODEL
 from plimsoll.config.derived import RunPlan
 from plimsoll.config.recipe import Recipe
-from plimsoll.errors import CheckpointError, RefusedError
-from plimsoll.model.build import DTYPES
+from plimsoll.errors import RefusedError
+from plimsoll.model.build import DTYPES, check_weights
 from plimsoll.model_cache import CACHE, Converted, clear, convert, is_convertible, open_model
 from plimsoll.observe.console import Console
 from plimsoll.observe.run_folder import PLAN, TOKENIZER
-from plimsoll.weights.tensors import check_whole
+from plimsoll.update.construct import blamed_on
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -153,9 +153,6 @@ class _Resolving:
             )
             return self.converted[named].folder
         folder = locate_model(named, setting=setting).model
-        try:
-            for file in sorted(folder.glob("*.safetensors")):
-                check_whole(file)
-        except CheckpointError as error:
-            raise RefusedError(f"{setting}: {error}") from error
+        with blamed_on(setting):
+            check_weights(folder, DTYPES[self.recipe.model.dtype])
         return folder

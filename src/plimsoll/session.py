@@ -171,17 +171,18 @@ class Session:
         self._finish_saving()
         self.console.note(f"saved {self.store.path_of(step)}; go on with --resume")
 
-    def save(self, step: int, guard: InterruptGuard) -> None:
+    def save(self, step: int, guard: InterruptGuard, *, ends: bool = False) -> None:
         """Publish the checkpoint of `step`; one that is there and complete stays.
 
         With `checkpoint.background` it is published later: at an update that finds it written, or before the next save.
+        `ends`: the run ends here, for a reason of its own; nothing is left to the background.
         """
         with guard.saving():
             self._finish_saving()
             if self.store.holds(step):
                 return
             self.metrics.flush()  # a checkpoint without its rows would be worse than no checkpoint
-            last = step == self.plan.steps or guard.requested is not None
+            last = ends or step == self.plan.steps or guard.requested is not None
             with self.enter(Phase.SAVE):
                 self.saver.save(
                     self._training_state(step),
@@ -189,6 +190,8 @@ class Session:
                     background=self.recipe.checkpoint.background and not last,
                     estimate_bytes=self.checkpoint_bytes(),
                 )
+            if guard.requested:  # meanwhile: inside of the time that a save has to itself
+                self._finish_saving()
 
     def checkpoint_bytes(self) -> int:
         """Bytes of one checkpoint: weights and two moments of the same size."""
@@ -198,8 +201,12 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """At the end of the run: publish what is being written. A run that was told to stop at once drops it."""
-        if error is None or isinstance(error, Exception):
-            self.saver.finish()
+        if error is None:
+            self._finish_saving()
+        elif isinstance(error, Exception):
+            said = self.saver.salvage()  # raises nothing: why the run has failed is the error that counts
+            if said is not None:
+                self.console.note(said)
         else:
             self.saver.abort()
 

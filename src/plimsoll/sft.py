@@ -54,9 +54,9 @@ def _train(session: Session, guard: InterruptGuard) -> SftSummary:
         session.report(step, {**stats.values, **accuracy})
         if due(step, session.intervals.checkpoint_every, last=last) or guard.requested:
             session.save(step, guard)
-        if guard.requested and not (last and (accuracy or not evaluate)):
-            session.note_saved(step)
-            guard.stop()
+            if guard.requested and not (last and (accuracy or not evaluate)):
+                session.note_saved(step)
+                guard.stop()
     return SftSummary(loss=loss, steps=plan.steps, run=str(session.folder.path))
 
 

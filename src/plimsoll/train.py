@@ -107,9 +107,9 @@ def train(s: Session, guard: InterruptGuard) -> None:
         )
         if due(step, s.intervals.checkpoint_every, last=last) or guard.requested:
             s.save(step, guard)
-        if guard.requested and not (last and (accuracy or not evaluate)):
-            s.note_saved(step)
-            guard.stop()
+            if guard.requested and not (last and (accuracy or not evaluate)):
+                s.note_saved(step)
+                guard.stop()
 
 
 def rollout(s: Session, step: int, guard: InterruptGuard) -> Filled:
@@ -118,7 +118,7 @@ def rollout(s: Session, step: int, guard: InterruptGuard) -> Filled:
         with s.enter(Phase.ROLLOUT):
             return fill(s, step)
     except SamplingError:
-        s.save(step - 1, guard)
+        s.save(step - 1, guard, ends=True)
         raise
 
 

@@ -1,5 +1,6 @@
 """A GGUF file becomes a model that trains: what is written here with llama.cpp's own library comes out unchanged."""
 
+import errno
 import json
 import os
 import shutil
@@ -272,6 +273,22 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path, capfd: pytest.Captu
     assert "--step 3 is for runs" in refused(capfd, file, out, "--step", "3")
     assert "--dtype int8 is not known" in refused(capfd, file, out, "--dtype", "int8")
     assert "holds 4 GGUF files" in refused(capfd, tmp_path, out)
+
+
+def test_a_full_disk_is_no_fault_of_the_file(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf", random_weights())
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("plimsoll.weights.convert.write_specs", full)
+    assert main(["export", str(file), str(tmp_path / "deep" / "out")]) == 1
+    said = capfd.readouterr().err
+    assert "was not written: [Errno 28] No space left on device" in said
+    assert "transformers cannot read" not in said
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]
 
 
 def test_missing_tensors_are_named_and_not_made_up(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

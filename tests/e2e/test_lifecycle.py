@@ -1,13 +1,21 @@
 """What happens to a run's folder over several commands: kept, refused, gone on with."""
 
+import errno
+import os
 import shutil
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from plimsoll.checkpoint.store import CheckpointStore
 from plimsoll.cli import main
+from plimsoll.errors import RewardError
 from plimsoll.jsonl import read_jsonl
+from plimsoll.update.worker import PolicyWorker
+from plimsoll.weights.write import ShardWriter
 from tests.e2e.small import Small, last_line, metrics, write_jsonl
 
 NO_EVAL = "data.eval=null"
@@ -59,6 +67,63 @@ def test_weights_that_are_cut_off_are_refused_before_the_folder_is_touched(
     assert "model.path:" in (said := capfd.readouterr().err)
     assert "it is cut off or damaged" in said
     assert not small.runs.exists()
+
+
+def test_too_little_space_for_one_checkpoint_is_refused_before_the_first_step(
+    small: Small, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = partial(CheckpointStore, free=lambda folder: 1000)
+    monkeypatch.setattr("plimsoll.assemble.CheckpointStore", store)
+    small.train(NO_EVAL, expect=2)
+    said = capfd.readouterr().err
+    for fact in ("no room for a checkpoint", "1000 B are free", "checkpoint.keep", "run_root"):
+        assert fact in said
+    assert metrics(small.runs / "rl") == []
+    assert list((small.runs / "rl" / "checkpoints").iterdir()) == []
+
+
+def test_a_run_that_fails_publishes_the_save_in_the_background_and_says_why_it_failed(
+    small: Small, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advantages = PolicyWorker.advantages
+    batches: list[Any] = []
+
+    def fails_later(worker: PolicyWorker, batch: Any) -> Any:
+        batches.append(batch)
+        if len(batches) == 2:
+            raise RewardError("what really happened")
+        return advantages(worker, batch)
+
+    monkeypatch.setattr(PolicyWorker, "advantages", fails_later)
+    write = ShardWriter.run
+
+    def late(writer: ShardWriter) -> None:
+        time.sleep(3)  # far longer than what is between the save and the failure
+        write(writer)
+
+    monkeypatch.setattr(ShardWriter, "run", late)
+    run = small.train(NO_EVAL, "checkpoint.every=1", "checkpoint.background=true", "train.steps=3", expect=1)
+    said = capfd.readouterr().err
+    assert "what really happened" in said
+    assert "the checkpoint of step 1, which was being written, is complete" in said
+    assert CheckpointStore(run / "checkpoints", keep=None).newest().step == 1
+
+
+def test_a_save_in_the_background_that_fails_ends_the_run_at_the_next_update_with_step_and_remedy(
+    small: Small, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small.train(NO_EVAL, "checkpoint.every=1", "train.steps=1")
+    monkeypatch.setattr(ShardWriter, "_work", no_space)
+    options = ("checkpoint.every=1", "checkpoint.background=true", "train.steps=4")
+    run = small.train(NO_EVAL, *options, "--resume", expect=1)
+    said = capfd.readouterr().err
+    for fact in ("the checkpoint of step 2 was not written", "No space left", "step 1 is kept", "checkpoint.keep"):
+        assert fact in said
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_1"]
+
+
+def no_space(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_fewer_steps_than_done_are_refused_and_as_many_measure_what_is_missing(

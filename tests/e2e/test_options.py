@@ -17,6 +17,7 @@ from plimsoll.jsonl import read_jsonl
 from plimsoll.weights.tensors import TensorFiles
 from plimsoll.weights.write import ShardWriter
 from tests.e2e.small import Small, metrics, rollouts, tensors, weights
+from tests.processes import host_buffer_bytes, open_files
 
 STOPS = f"rollout.stop_token_ids={[1, *range(5, 261, 4)]}"
 """A quarter of the vocabulary ends a response, so that lengths differ and aggregations can be told apart."""
@@ -114,6 +115,20 @@ def test_the_reference_is_where_training_began(small: Small, estimator: str) -> 
     assert "reference_parameters" in scored
     phases = [row["phase"] for row in read_jsonl(folder / "memory.jsonl") if row["step"] == 1]
     assert phases == ["rollout", "logprob", "update", "sync"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="reads the open files from /proc")
+@pytest.mark.parametrize("placement", ["ring", "arena"])
+def test_a_run_that_is_over_holds_no_file_and_no_host_memory(small: Small, model: Path, placement: str) -> None:
+    """Also one that fails: its trainer is closed before the process group ends."""
+    before = host_buffer_bytes()
+    settings = ["algorithm.kl_coefficient=0.5", f"model.reference_placement={placement}"]
+    folder = run(small, *settings, "train.optimizer_state=streamed")
+    assert open_files(model) == []
+    assert host_buffer_bytes() == before
+    row = read_jsonl(folder / "memory.jsonl")[-1]
+    assert row["on_host"] == ["optimizer_state", *(["reference_arena"] if placement == "arena" else [])]
+    assert all(row["residents"][name] > 0 for name in row["on_host"])
 
 
 def test_another_folder_can_be_the_reference(small: Small) -> None:

@@ -1,5 +1,6 @@
 """Checkpoints that several ranks write together, and that any number of ranks goes on from."""
 
+import resource
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from plimsoll.checkpoint.saving import TrainingSaver
 from plimsoll.checkpoint.store import CheckpointStore
 from plimsoll.checkpoint.training import MODEL, OPTIMIZER, read_training_checkpoint
 from plimsoll.config.parallel import ParallelConfig
+from plimsoll.errors import CheckpointError
 from plimsoll.parallel.tensors import full, local
 from plimsoll.plane.local import LocalPlane
 from plimsoll.types import TrainBatch
@@ -27,14 +29,18 @@ from tests.unit.update.support import full_moments, make_batch, make_groups, mak
 
 pytestmark = pytest.mark.timeout(240)
 
+LOCATIONS = ("device", "streamed")
 FAMILIES = ("qwen2", "llama")  # tied, untied
 STEPS = 2
 RESUMED = {"1": (1, None), "3": (3, None), "4": (4, None), "2x2": (4, 2)}
 """Name → ranks, ranks of a shard group."""
 
 
-def worker_of(model: Path, plane: LocalPlane, shard: int | None = None) -> PolicyWorker:
-    recipe = make_recipe(model, model={"dtype": "float32"}, train={"learning_rate": 1e-2})
+def worker_of(
+    model: Path, plane: LocalPlane, shard: int | None = None, *, optimizer_state: str = "device"
+) -> PolicyWorker:
+    train = {"learning_rate": 1e-2, "optimizer_state": optimizer_state}
+    recipe = make_recipe(model, model={"dtype": "float32"}, train=train)
     recipe = recipe.model_copy(update={"parallel": ParallelConfig(shard=shard)})
     return PolicyWorker(recipe, make_plan(compute_dtype="float32"), plane)
 
@@ -87,6 +93,48 @@ def placed(worker: PolicyWorker) -> dict[str, tuple[str, int, tuple[int, ...]]]:
     return {name: (str(t.device), t.data_ptr(), tuple(t.shape)) for name, t in own.items()}
 
 
+def fail_to_save(worker: PolicyWorker, folder: Path, rank: int) -> str:
+    """The last rank cannot write beyond a few bytes: files are there, other ranks have written; what was said."""
+    store = CheckpointStore(folder, keep=1, control=worker.control)  # making a group writes to the ranks' own store
+    if rank == 0:
+        store.folder.mkdir(parents=True)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+    try:
+        save_in(store, worker)
+    except CheckpointError as error:
+        left = [path.name for path in store.folder.iterdir()]
+        return f"{error} {left}"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    return "nothing failed"
+
+
+def save_without_a_trace(folder: Path, location: str, rank: int, ranks: int) -> str:
+    """That a save, and one that fails half-way, leave weights and moments where they were, bit for bit."""
+    plane = LocalPlane()
+    worker = worker_of(folder / "qwen2", plane, optimizer_state=location)
+    worker.update(share(worker, plane, 0, rank, ranks))
+    before, values = placed(worker), bits(worker)
+    said = fail_to_save(worker, folder / f"failing_{location}", rank)
+    assert placed(worker) == before
+    assert all(torch.equal(now, then) for now, then in zip(bits(worker), values, strict=True))
+    store = CheckpointStore(folder / f"good_{location}", keep=1)
+    if rank == 0:
+        store.folder.mkdir(parents=True)
+    worker.control.barrier()
+    save_in(store, worker)
+    assert placed(worker) == before
+    assert all(torch.equal(now, then) for now, then in zip(bits(worker), values, strict=True))
+    return said
+
+
+def bits(worker: PolicyWorker) -> list[Tensor]:
+    moments = [tensor for held in worker.optimizer.moments().values() for tensor in held.values()]
+    return [local(tensor).detach().clone() for tensor in [*worker.lm.parameters(), *moments]]
+
+
 def train_and_save(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for family in FAMILIES:
@@ -109,6 +157,7 @@ def train_and_save(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
         saver.wait_read()
         worker.update(share(worker, plane, STEPS, rank, ranks))
         saver.finish()
+    found["failed"] = {location: save_without_a_trace(folder, location, rank, ranks) for location in LOCATIONS}
     return found
 
 
@@ -207,6 +256,16 @@ def test_every_mesh_writes_the_same_tensors(
     assert equal(first, expected)
     for name in ("background", *(f"again_{name}" for name in RESUMED)):
         assert equal(tensors_of(folder / name / family / f"step_{STEPS}", part), first), name
+
+
+@pytest.mark.parametrize("location", LOCATIONS)
+def test_a_save_that_fails_half_way_leaves_weights_and_moments_where_they_were(
+    location: str, saved: dict[str, Any]
+) -> None:
+    said = saved["failed"][location]
+    assert f"the checkpoint of step {STEPS} was not written" in said
+    assert "File too large" in said
+    assert said.endswith("[]")  # and nothing in the folder
 
 
 def test_moments_in_one_file_beside_the_model_are_read_too(folder: Path, saved: dict[str, Any]) -> None:

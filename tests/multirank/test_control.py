@@ -40,6 +40,13 @@ def agree(rank: int, ranks: int) -> dict[str, Any]:
         time.sleep(4)  # twice the time-out of the training group
     control.barrier()
     found["after"] = control.together(lambda: "still in step")
+    late = ControlGroup()
+    found["all come"] = late.all_come(timedelta(seconds=60))
+    if rank == 0:
+        start = time.monotonic()
+        found["not all come"] = late.all_come(timedelta(seconds=1))
+        found["waited"] = time.monotonic() - start
+    control.barrier()
     control.close()
     return found
 
@@ -63,6 +70,7 @@ def test_another_error_is_itself_where_it_happened_and_a_checkpoint_error_elsewh
     first, second = (found["failed"] for found in pair)
     assert first[0] == "OSError"
     assert second[0] == CheckpointError.__name__
+    assert second[1].startswith("rank 0 failed: OSError")
     assert "No space left on device" in second[1]
 
 
@@ -74,9 +82,16 @@ def test_a_rank_may_be_late_by_more_than_the_training_groups_timeout(pair: list[
     assert [found["after"] for found in pair] == ["still in step"] * 2
 
 
+def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_was_said(pair: list[dict[str, Any]]) -> None:
+    assert [found["all come"] for found in pair] == [True, True]
+    assert not pair[0]["not all come"]
+    assert 0.9 < pair[0]["waited"] < 30
+
+
 def test_one_rank_needs_no_group() -> None:
     control = ControlGroup()
     control.barrier()
+    assert control.all_come(timedelta(0))
     assert control.gather("alone") == ["alone"]
     assert control.together(lambda: 7) == 7
     with pytest.raises(OSError, match="No space"):

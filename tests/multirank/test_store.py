@@ -128,12 +128,43 @@ def high_water() -> int:
     return int(line.split()[1]) * 1024
 
 
+def fails_alone(store: CheckpointStore, rank: int, ranks: int) -> dict[str, Any]:
+    """A save in the background while one rank fails for another reason, and the other never comes."""
+    weights = {"w": torch.arange(8.0)}
+    saver = TrainingSaver(store)
+
+    def prepare(layouts: Any) -> Callable[[Path], ShardWriter]:
+        def make(folder: Path) -> ShardWriter:
+            if rank == 0:
+                create_files(folder / "model", layouts)
+            return ShardWriter(folder / "model", layouts, rank=rank, ranks=ranks)
+
+        return make
+
+    layouts = lay_out([whole(name, tensor) for name, tensor in weights.items()])
+    saver.save(training_state(step=20), prepare(layouts), background=True)
+    found: dict[str, Any] = {"both": saver.salvage(timedelta(seconds=60)), "newest": store.newest().step}
+    odd = lay_out([whole("other" if rank else "w", weights["w"])])
+    found["unlike"] = failure(lambda: saver.save(training_state(step=22), prepare(odd), background=True))
+    saver.save(training_state(step=24), prepare(layouts), background=True)
+    if rank == 0:
+        found["alone"] = saver.salvage(timedelta(seconds=1))
+    else:
+        saver.abort()  # as an interrupt does
+    return found
+
+
 def run_pair(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     store = CheckpointStore(folder / "checkpoints", keep=1, control=ControlGroup())
     found = agree(store, rank)
     slow(store, rank)
     found["after slow"] = contents(store.folder)
     found["growth"] = stays_within_the_budget(store, rank, ranks)
+    together = ControlGroup()
+    last = CheckpointStore(folder / "last", keep=1, control=ControlGroup())
+    found["failed"] = fails_alone(last, rank, ranks)
+    together.barrier()
+    found["after failing alone"] = contents(last.folder)
     return found
 
 
@@ -182,6 +213,21 @@ def test_an_older_one_is_deleted_only_after_a_good_save(pair: list[dict[str, Any
 
 def test_a_writer_may_be_slower_than_the_training_groups_timeout(pair: list[dict[str, Any]]) -> None:
     assert list(pair[0]["after slow"]) == ["step_8"]
+
+
+def test_a_run_that_fails_on_all_ranks_publishes_and_on_one_alone_drops(pair: list[dict[str, Any]]) -> None:
+    for found in pair:
+        assert "step 20" in found["failed"]["both"]
+        assert found["failed"]["newest"] == 20
+        assert list(found["after failing alone"]) == ["step_20"]
+    assert "not every rank came" in pair[0]["failed"]["alone"]
+
+
+def test_ranks_that_lay_out_different_files_publish_nothing(pair: list[dict[str, Any]]) -> None:
+    first, second = (found["failed"]["unlike"] for found in pair)
+    assert first == second
+    assert first[0] == CheckpointError.__name__
+    assert "different files" in first[1]
 
 
 @pytest.mark.parametrize("dtype", ["torch.float32", "torch.float64"])

@@ -1,6 +1,5 @@
 """Two gloo ranks train what one rank trains. One pair of processes is started and used for every case."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -20,10 +18,12 @@ from plimsoll.types import TrainBatch
 from plimsoll.update.optimizer import Optimizer
 from plimsoll.update.worker import PolicyWorker
 from tests import tiny
+from tests.ranks import run_ranks
 from tests.unit.update.support import load_state, make_batch, make_groups, make_plan, make_recipe, save, write_state
 
+pytestmark = pytest.mark.timeout(240)
+
 RANKS = 2
-TIMEOUT = 100.0
 # With an epsilon of 1 a step of AdamW is nearly proportional to the gradient, so a gradient that was averaged over
 # ranks instead of added shows in the weights; with the usual epsilon the step has the same length whatever the scale.
 TRAIN: dict[str, Any] = {"learning_rate": 0.1, "epsilon": 1.0}
@@ -96,13 +96,8 @@ def clip_case() -> dict[str, Any]:
     return found
 
 
-def run_rank(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
-    found = {case: train_case(folder, case, rank, RANKS) for case in CASES}
-    torch.save({**found, "clip": clip_case()}, folder / f"rank_{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+def work(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
+    return {case: train_case(folder, case, rank, ranks) for case in CASES} | {"clip": clip_case()}
 
 
 @pytest.fixture(scope="module")
@@ -115,20 +110,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pair(folder: Path) -> list[dict[str, Any]]:
-    assert (os.cpu_count() or 1) >= 1
-    context = mp.spawn(run_rank, args=(folder,), nprocs=RANKS, join=False)
-    try:
-        finished = context.join(timeout=TIMEOUT)  # raises with the traceback of a rank that failed
-        finished = finished or context.join(timeout=TIMEOUT)
-        assert finished, f"the pair did not end within {2 * TIMEOUT} s"
-    finally:
-        for process in context.processes:
-            process.kill()
-            process.join()
-    return [torch.load(folder / f"rank_{rank}.pt", weights_only=False) for rank in range(RANKS)]
+    return run_ranks(work, RANKS, folder / "ranks", folder)
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_give_the_weights_and_the_norm_of_one(case: str, folder: Path, pair: list[dict[str, Any]]) -> None:
     alone = train_case(folder, case, 0, 1)
@@ -142,7 +126,6 @@ def test_two_ranks_give_the_weights_and_the_norm_of_one(case: str, folder: Path,
     assert [values["train/grad_norm"] for values in first] == [values["train/grad_norm"] for values in second]
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("case", CASES)
 def test_a_bad_gradient_on_one_rank_skips_the_step_on_both(case: str, pair: list[dict[str, Any]]) -> None:
     for found in (each[case] for each in pair):
@@ -151,7 +134,6 @@ def test_a_bad_gradient_on_one_rank_skips_the_step_on_both(case: str, pair: list
         assert all(torch.equal(found["after_spoiled"][name], found["weights"][name]) for name in found["weights"])
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("case", CASES)
 def test_a_resumed_pair_goes_on_bit_for_bit(case: str, pair: list[dict[str, Any]]) -> None:
     for found in (each[case] for each in pair):
@@ -160,7 +142,6 @@ def test_a_resumed_pair_goes_on_bit_for_bit(case: str, pair: list[dict[str, Any]
         assert all(torch.equal(went_on[name], resumed[name]) for name in went_on)
 
 
-@pytest.mark.timeout(240)
 def test_the_norm_is_global_and_equal_and_clips_alike_with_plain_parameters_beside(pair: list[dict[str, Any]]) -> None:
     for found in (each["clip"] for each in pair):
         norm, clipped = found["sharded"]

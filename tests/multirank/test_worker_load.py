@@ -10,11 +10,13 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from plimsoll.config.parallel import ParallelConfig
-from plimsoll.errors import CheckpointError, RefusedError
+from plimsoll.errors import CheckpointError, RefusedError, RunError
 from plimsoll.model.rows import pack_rows
 from plimsoll.plane.local import LocalPlane
 from plimsoll.types import TrainBatch
 from plimsoll.update.worker import PolicyWorker
+from plimsoll.weights import arena
+from plimsoll.weights.registered import HostBuffer
 from tests import tiny
 from tests.ranks import run_ranks
 from tests.unit.update.support import make_batch, make_groups, make_plan, make_recipe, save
@@ -27,10 +29,19 @@ IDS = torch.arange(17) * 7 % VOCAB
 
 
 def build(
-    folder: Path, plane: LocalPlane, *, shard: int | None = None, checkpointing: str = "none", **model: Any
+    folder: Path,
+    plane: LocalPlane,
+    *,
+    shard: int | None = None,
+    checkpointing: str = "none",
+    train: dict[str, Any] | None = None,
+    **model: Any,
 ) -> Any:
     recipe = make_recipe(
-        folder, model={"dtype": "float32", **model}, algorithm={"kl_coefficient": 0.1}, train={"learning_rate": 0.1}
+        folder,
+        model={"dtype": "float32", **model},
+        algorithm={"kl_coefficient": 0.1},
+        train={"learning_rate": 0.1, **(train or {})},
     )
     recipe = recipe.model_copy(update={"parallel": ParallelConfig(shard=shard)})
     return PolicyWorker(recipe, make_plan(compute_dtype="float32", activation_checkpointing=checkpointing), plane)
@@ -76,7 +87,7 @@ def placement_case(folder: Path, placement: str, shard: int | None) -> dict[str,
 def refused(work: Any) -> str:
     try:
         work()
-    except (CheckpointError, RefusedError) as error:
+    except (CheckpointError, RefusedError, RunError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -97,6 +108,24 @@ def broken_case(folder: Path, rank: int) -> str:
     return refused(lambda: build(folder / f"broken_{rank}", LocalPlane()))
 
 
+class NoRoom(HostBuffer):
+    """What an arena finds on a host that is full."""
+
+    def __init__(self, num_bytes: int, **_: Any) -> None:
+        raise RunError(f"{num_bytes} bytes of host memory could not be mapped")
+
+
+def no_room_case(folder: Path, rank: int, **settings: Any) -> str:
+    """Rank 1 has no host memory for what the others put there."""
+    found = arena.HostBuffer
+    if rank == 1:
+        arena.HostBuffer = NoRoom
+    try:
+        return refused(lambda: build(folder / "qwen2", LocalPlane(), **settings))
+    finally:
+        arena.HostBuffer = found
+
+
 def read_models(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"logits": {}, "sharded": {}}
     for family in tiny.FAMILIES:
@@ -109,6 +138,10 @@ def read_models(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
         found["hybrid"] = {each: placement_case(folder / "qwen2", each, 1) for each in PLACEMENTS}
         found["changed"] = {each: changed_case(folder, rank, each) for each in ("page_cache", "ring")}
         found["broken"] = broken_case(folder, rank)
+        found["no_room"] = [
+            no_room_case(folder, rank, reference_placement="arena"),
+            no_room_case(folder, rank, train={"optimizer_state": "streamed"}),
+        ]
     return found
 
 
@@ -187,3 +220,11 @@ def test_weights_that_one_rank_cannot_read_are_refused_by_all(pair: list[dict[st
     for message in (each["broken"] for each in pair):
         assert message.startswith("RefusedError: model.path: ")
         assert "broken_1" in message
+
+
+def test_host_memory_that_one_rank_does_not_get_is_said_by_all(pair: list[dict[str, Any]]) -> None:
+    first, second = (each["no_room"] for each in pair)
+    assert first == second
+    for message in first:
+        assert message.startswith("RunError: ")
+        assert "could not be mapped" in message

@@ -79,6 +79,7 @@ def placements(ranks: int) -> dict[str, Callable[[], nn.Module]]:
     }
     if ranks == 4:
         square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        made["norms beside tensor parallelism"] = lambda: by_hand(square["a"], Shard(0))
         made["hybrid"] = lambda: by_fsdp(square)
         made["rows and columns"] = lambda: by_hand(square, Shard(1), Shard(0))
         made["rows in rows"] = lambda: by_hand(square, Shard(0), Shard(0))
@@ -181,6 +182,7 @@ def work(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     last = rank == ranks - 1
     found["last rank"] = failing(rank, bad, lambda: limited(export) if last else export())
     found["no room"] = failing(rank, bad, lambda: export(free=lambda path: 100))
+    found["unlike"] = failing(rank, bad, lambda: export(budget_bytes=256 + 256 * rank))
     found["own control"] = export_sharded(model, folder / f"own-{ranks}")
     export()
     found["taken"] = failing(rank, bad, export)
@@ -206,12 +208,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def results_of(ranks: int, folder: Path) -> list[dict[str, Any]]:
-    with pytest.MonkeyPatch.context() as patch:
-        # glibc keeps what it has got; without these the high-water mark is that of its heaps.
-        patch.setenv("MALLOC_ARENA_MAX", "1")
-        patch.setenv("MALLOC_MMAP_THRESHOLD_", str(MIB))
-        patch.setenv("MALLOC_TRIM_THRESHOLD_", str(MIB))
-        return run_ranks(work, ranks, folder / f"ranks-{ranks}", folder)
+    return run_ranks(work, ranks, folder / f"ranks-{ranks}", folder)
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +232,8 @@ def weights_of(out: Path) -> dict[str, Tensor]:
 
 def cases(results: list[dict[str, Any]]) -> list[str]:
     common = ["one axis", "columns", "whole", "plain", "own control"]
-    return common + (["hybrid", "rows and columns", "rows in rows"] if len(results) == 4 else [])
+    square = ["hybrid", "rows and columns", "rows in rows", "norms beside tensor parallelism"]
+    return common + (square if len(results) == 4 else [])
 
 
 def test_every_placement_gives_the_same_tensors(results: list[dict[str, Any]]) -> None:
@@ -273,6 +271,7 @@ def test_the_index_names_the_file_of_every_tensor(results: list[dict[str, Any]])
         ("full disk", "CheckpointError", "No space left on device"),
         ("last rank", "CheckpointError", "File too large"),
         ("no room", "RefusedError", "100 B are free"),
+        ("unlike", "RefusedError", "give all the same budget_bytes and threads"),
         ("taken", "RefusedError", "is not empty"),
     ],
 )

@@ -19,6 +19,7 @@ from plimsoll.errors import CheckpointError, RefusedError
 from plimsoll.weights.tensors import TensorFiles, write_tensors
 from tests import tiny
 from tests.unit.checkpoint.states import training_state
+from tests.unit.weights.test_convert import save_bin
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
@@ -135,6 +136,38 @@ def test_an_empty_folder_may_be_filled(tmp_path: Path) -> None:
     export.run(tmp_path / "run", None, tmp_path / "out", None)
 
     assert (tmp_path / "out" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "float32"])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_folder_of_pytorch_model_bin_becomes_safetensors(tmp_path: Path, shards: int, dtype: str | None) -> None:
+    model = tiny.llama(dtype=torch.float16)
+    save_bin(tmp_path / "old", model, shards)
+    before = sorted(os.listdir(tmp_path / "old"))
+
+    summary = export.run(tmp_path / "old", None, tmp_path / "out", dtype)
+
+    expected = dtype or "float16"
+    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto", output_loading_info=True)
+    assert not any(report.values()), report
+    state = model.state_dict()
+    assert all(torch.equal(t, state[name].to(export.DTYPES[expected])) for name, t in loaded.state_dict().items())
+    assert (summary.source, summary.step, summary.dtype) == (tmp_path / "old", None, expected)
+    assert summary.num_tensors == len(keys(tmp_path / "out"))
+    assert json.loads((tmp_path / "out" / "config.json").read_text()).get("dtype") == dtype  # None: as it was
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    assert sorted(os.listdir(tmp_path / "old")) == before
+    assert "--step 4 is for runs" in refused(tmp_path / "old", tmp_path / "again", step=4)
+
+
+def test_what_the_weights_will_take_in_the_new_dtype_must_be_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_bin(tmp_path / "old", tiny.llama(dtype=torch.float16))
+    need = (tmp_path / "old" / "pytorch_model.bin").stat().st_size
+    monkeypatch.setattr(export, "free_bytes", lambda folder: need)
+    assert "are free" in refused(tmp_path / "old", tmp_path / "out", dtype="float64")
+    export.run(tmp_path / "old", None, tmp_path / "out", "float16")
 
 
 def disk_full(*_: object) -> int:

@@ -41,14 +41,14 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "bin" / "pytorch_model-00002-of-00002.bin").write_bytes(b"PK gone bad meanwhile")
     with pytest.raises(RefusedError, match="cannot be read as plain tensors"):
         convert([model], lambda _: None)
-    assert list((tmp_path / "run" / "model_cache").iterdir()) == []
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     save_bin(tmp_path / "bin", tiny.llama())
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "model_cache").touch()
-    with pytest.raises(CheckpointError, match="was not written"):
+    with pytest.raises(CheckpointError, match=r"was not written.*; name another disk with run_root="):
         convert([opened(tmp_path / "bin", tmp_path / "run")], lambda _: None)
 
 

@@ -1,34 +1,13 @@
-"""What saving needs from a file system: free bytes, bytes that are really on disk, hashes. No torch here."""
+"""Files of a checkpoint: which there are, and their hashes. No torch here."""
 
-import errno
 import hashlib
-import os
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _HASH_BLOCK = 1 << 20
 _HASH_THREADS = 4
-
-
-def format_bytes(num_bytes: int) -> str:
-    """`1536` → `1.5 KiB`."""
-    value = float(num_bytes)
-    for unit in _UNITS[:-1]:
-        if value < 1024:
-            return f"{num_bytes} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} {_UNITS[-1]}"
-
-
-def free_bytes(folder: Path) -> int:
-    """Bytes that this user may still write where `folder` is, or will be once it is made."""
-    while not folder.exists():
-        folder = folder.parent
-    status = os.statvfs(folder)
-    return status.f_bavail * status.f_frsize
 
 
 def sha256_of(path: Path, stop: threading.Event | None = None) -> str:
@@ -70,36 +49,3 @@ def files_below(folder: Path) -> Iterator[Path]:
             yield from files_below(entry)
         else:
             yield entry
-
-
-def fsync_file(path: Path) -> None:
-    """Return when the file's bytes are on disk."""
-    _fsync(path, os.O_RDONLY)
-
-
-def fsync_folder(folder: Path) -> None:
-    """Return when the folder's entries are on disk: without it a rename may be lost in a power cut."""
-    try:
-        _fsync(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        # Some network and FUSE file systems know no fsync of folders; their renames are durable by their own means.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-
-
-def fsync_tree(folder: Path) -> None:
-    """`fsync_file` and `fsync_folder` for everything below `folder`, and for itself last."""
-    for entry in folder.iterdir():
-        if entry.is_dir():
-            fsync_tree(entry)
-        else:
-            fsync_file(entry)
-    fsync_folder(folder)
-
-
-def _fsync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -10,18 +10,25 @@ In the background only the writing is: who trains calls `wait_read` before anyth
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
 
 from plimsoll.checkpoint.state import TrainingState
 from plimsoll.checkpoint.store import CheckpointStore
 from plimsoll.checkpoint.training import start_training_checkpoint
+from plimsoll.errors import CheckpointError
+
+SALVAGE_WITHIN = timedelta(minutes=1)
+"""How long a rank that has failed waits for the others: they fail too, once they miss it, or they never come."""
 
 
 class StateWriter(Protocol):
     """One rank's part of the tensors (`weights.write.ShardWriter`)."""
 
     tensors_read: threading.Event
+    plan: str
+    """Equal on all ranks, or their parts do not make a whole."""
 
     def run(self) -> None:
         """Write all of it; raises nothing."""
@@ -45,7 +52,10 @@ class _Saving:
 
 
 class TrainingSaver:
-    """Saves in a store, one save at a time. On several ranks each has one; every method but `abort` is collective."""
+    """Saves in a store, one save at a time. On several ranks each has one.
+
+    Every method but `wait_read` and `abort` is collective.
+    """
 
     def __init__(self, store: CheckpointStore) -> None:
         self._store = store
@@ -85,6 +95,8 @@ class TrainingSaver:
             return prepare(partial)
 
         writer = store.attempt(step, partial, start)
+        plans = store.gather(writer.plan)
+        store.attempt(step, partial, lambda: _check_alike(plans))
         # Always in a thread: an interrupt is raised in the main thread, and must not tear a writer that holds files.
         thread = threading.Thread(target=writer.run, name="plimsoll-save", daemon=True)
         self._saving = _Saving(step=step, partial=partial, writer=writer, thread=thread)
@@ -105,7 +117,7 @@ class TrainingSaver:
         """
         if self._saving is None:
             return None
-        return self.finish() if self._store.all_ranks(not self._saving.thread.is_alive()) else None
+        return self.finish() if all(self._store.gather(not self._saving.thread.is_alive())) else None
 
     def finish(self) -> Path | None:
         """Wait for the save under way and publish it; its folder, or None when there is none.
@@ -118,12 +130,34 @@ class TrainingSaver:
             return None
         return self._store.finish(saving.step, saving.partial, lambda: _wait(saving))
 
+    def salvage(self, within: timedelta = SALVAGE_WITHIN) -> str | None:
+        """After the run has failed for another reason: publish the save under way, if every rank comes here in time.
+
+        Else it is dropped. Returns what there is to say; None: nothing was under way. Its own failure is only said, so
+        that the first one stays the one that is raised.
+        """
+        step = self.saving
+        if step is None:
+            return None
+        if not self._store.all_come(within):
+            self.abort()
+            return f"the checkpoint of step {step} was being written and is dropped: not every rank came to finish it"
+        try:
+            self.finish()
+        except CheckpointError as error:
+            return str(error)
+        return f"the checkpoint of step {step}, which was being written, is complete"
+
     def abort(self) -> None:
         """Give up the save under way, if any. Not collective: for a run that is being torn down."""
         saving, self._saving = self._saving, None
         if saving:
             _stop(saving)
             self._store.discard(saving.partial)
+
+
+def _check_alike(plans: list[str]) -> None:
+    assert len(set(plans)) == 1, "ranks lay out different files"
 
 
 def _wait(saving: _Saving) -> None:

@@ -13,13 +13,14 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from plimsoll.checkpoint.files import format_bytes, free_bytes, fsync_file, fsync_folder, fsync_tree
 from plimsoll.checkpoint.manifest import FileRecord, file_names, hash_files, why_incomplete, write_manifest
 from plimsoll.errors import CheckpointError, PlimsollError, RunFolderError
 from plimsoll.weights.control import ControlGroup
+from plimsoll.weights.disk import format_bytes, free_bytes, fsync_file, fsync_folder, fsync_tree, make_folders
 
 T = TypeVar("T")
 
@@ -168,7 +169,7 @@ class CheckpointStore:
             self._everywhere(lambda: fsync_tree(partial))
             names = self._on_first(lambda: file_names(partial))
             hashed = self._everywhere(lambda: hash_files(partial, self._share(names)))
-            files = {name: record for part in self._gather(hashed) for name, record in part.items()}
+            files = {name: record for part in self.gather(hashed) for name, record in part.items()}
             self._on_first(lambda: self._complete(partial, step, files))
         except BaseException as error:
             self._fail(step, partial, error)
@@ -179,23 +180,32 @@ class CheckpointStore:
         return self.path_of(step)
 
     def check_space(self, estimate_bytes: int) -> None:
-        """Refuse a run that could not write a single checkpoint.
+        """Refuse a run that could not write a single checkpoint; what a killed save left is removed first. Collective.
 
         Raises:
-            RunFolderError: fewer than `estimate_bytes` are free.
+            RunFolderError: on every rank; fewer than `estimate_bytes` are free.
         """
-        shortage = self._shortage(estimate_bytes)
-        if shortage is not None:
-            raise RunFolderError(f"no room for a checkpoint: {shortage}. {_REMEDY}")
+
+        def check() -> None:
+            self.remove_leftovers()
+            shortage = self._shortage(estimate_bytes)
+            if shortage is not None:
+                raise RunFolderError(f"no room for a checkpoint: {shortage}. {_REMEDY}")
+
+        self._on_first(check)
 
     @property
     def first(self) -> bool:
         """Whether this is rank 0, which writes what all ranks have alike."""
         return self._control.rank == 0
 
-    def all_ranks(self, value: bool) -> bool:
-        """Whether it is so on every rank. Every rank calls."""
-        return all(self._gather(value))
+    def gather(self, value: T) -> list[T]:
+        """`value` of every rank, in rank order. Every rank calls."""
+        return self._control.gather(value)
+
+    def all_come(self, within: timedelta) -> bool:
+        """Whether every rank calls this within that time: for a run that has failed, maybe not on all ranks."""
+        return self._control.all_come(within)
 
     def discard(self, partial: Path) -> None:
         """Delete a folder of `begin` that will not be finished. Not collective: for a run that is being torn down."""
@@ -243,18 +253,9 @@ class CheckpointStore:
         """
         result = self.scan(verify)
         if result.checkpoint is None:
-            causes = [f"there is no complete checkpoint in {self.folder}"]
-            raise RunFolderError(
-                [
-                    *causes,
-                    *(f"{skipped.path}: {skipped.reason}" for skipped in result.skipped),
-                ]
-            )
-        return Found(
-            path=result.checkpoint.path,
-            step=result.checkpoint.step,
-            skipped=result.skipped,
-        )
+            causes = [f"{skipped.path}: {skipped.reason}" for skipped in result.skipped]
+            raise RunFolderError([f"there is no complete checkpoint in {self.folder}", *causes])
+        return Found(path=result.checkpoint.path, step=result.checkpoint.step, skipped=result.skipped)
 
     def remove_leftovers(self) -> None:
         """Delete what a killed save or a killed deletion left behind, and say so."""
@@ -284,13 +285,10 @@ class CheckpointStore:
     def _everywhere(self, work: Callable[[], T]) -> T:
         return self._control.together(work)
 
-    def _gather(self, value: T) -> list[T]:
-        return self._control.gather(value)
-
     def _on_first(self, work: Callable[[], T]) -> T:
         """Run on rank 0; every rank gets the result, or the error."""
         result = self._everywhere(lambda: work() if self.first else None)
-        return self._gather(result)[0]  # pyright: ignore[reportReturnType]  # rank 0's
+        return self.gather(result)[0]  # pyright: ignore[reportReturnType]  # rank 0's
 
     def _share(self, names: Sequence[str]) -> Sequence[str]:
         """What this rank hashes."""
@@ -299,11 +297,11 @@ class CheckpointStore:
     def _open_partial(self, partial: Path, step: int, estimate_bytes: int | None) -> Path:
         if self.holds(step):
             raise _Refusal(f"{self.path_of(step)} exists and is complete; it is not written again")
+        self.remove_leftovers()  # before the question about space: they may be what takes it
         shortage = self._shortage(estimate_bytes)
         if shortage is not None:
             raise CheckpointError(shortage)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.remove_leftovers()
+        make_folders(self.folder)
         partial.mkdir()
         return partial
 
@@ -331,7 +329,7 @@ class CheckpointStore:
             reason = str(error) if isinstance(error, PlimsollError) else f"{type(error).__name__}: {error}"
             text = self._failure(step, reason)
         try:
-            text = self._gather(text)[0]
+            text = self.gather(text)[0]
         except RuntimeError as lost:  # gloo's: a rank has died
             text = f"the checkpoint of step {step} was not written: {lost}"
         if not isinstance(error, Exception):
@@ -386,8 +384,8 @@ class CheckpointStore:
     def _failure(self, step: int, cause: str) -> str:
         steps = self.complete_steps()
         kept = f"the checkpoint of step {steps[-1]} is kept" if steps else "there is no older checkpoint"
-        free = f"{format_bytes(self._free(self.folder))} are free"
-        return f"the checkpoint of step {step} was not written to {self.folder}: {cause} ({free}; {kept}). {_REMEDY}"
+        free = "" if "are free" in cause else f"{format_bytes(self._free(self.folder))} are free; "
+        return f"the checkpoint of step {step} was not written to {self.folder}: {cause} ({free}{kept}). {_REMEDY}"
 
 
 _REMEDY = "Free some space, lower checkpoint.keep, or set run_root to a larger disk that you may write to."

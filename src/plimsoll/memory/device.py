@@ -5,7 +5,7 @@ lies outside torch's counters, and a pool that was given back below torch still 
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -43,6 +43,10 @@ class DeviceReader(Protocol):
 
     def synchronize(self) -> None:
         """Wait until the device has finished what was queued."""
+        ...
+
+    def empty_host_cache(self) -> None:
+        """Give pinned host memory that was freed, and that torch keeps, back to the system."""
         ...
 
     def allocator_mode(self) -> AllocatorMode:
@@ -86,13 +90,17 @@ class CudaDevice:
         """Wait for every stream of the device."""
         torch.cuda.synchronize(self._index)
 
+    def empty_host_cache(self) -> None:
+        """Give pinned memory that no tensor uses back to the system."""
+        cast("Any", torch._C)._host_emptyCache()  # pyright: ignore[reportPrivateUsage]  # torch has no other name for it
+
     def allocator_mode(self) -> AllocatorMode:
         """The allocator's mode as found."""
         return allocator_mode(self._index)
 
 
 class FakeDevice:
-    """A device for tests: an allocator with a cache, and memory that only the driver sees."""
+    """A device for tests: allocators with a cache, for it and for the host, and memory that only the driver sees."""
 
     def __init__(self, *, total: int, outside: int = 0, name: str = "fake:0") -> None:
         self._name = name
@@ -101,11 +109,27 @@ class FakeDevice:
         self.mode: AllocatorMode = "plain"
         self._allocated = self._reserved = 0
         self._allocated_peak = self._reserved_peak = 0
+        self.pinned_used = self.pinned_cached = 0
 
     @property
     def name(self) -> str:
         """As given."""
         return self._name
+
+    def pin(self, num_bytes: int) -> None:
+        """Pinned host memory: rounded up to a power of two, out of the cache where it fits."""
+        rounded = 1 << (num_bytes - 1).bit_length()
+        self.pinned_cached -= min(rounded, self.pinned_cached)
+        self.pinned_used += rounded
+
+    def unpin(self) -> None:
+        """All pinned memory is freed; its bytes stay with the allocator."""
+        self.pinned_cached += self.pinned_used
+        self.pinned_used = 0
+
+    def empty_host_cache(self) -> None:
+        """What is cached for the host goes back to the system."""
+        self.pinned_cached = 0
 
     def allocate(self, num_bytes: int) -> None:
         """A tensor: out of the cache where it fits, else from the driver."""
@@ -138,7 +162,7 @@ class FakeDevice:
             reserved_peak=self._reserved_peak,
             used=self._reserved + self.outside,
             total=self.total,
-            pinned=None,
+            pinned=self.pinned_used + self.pinned_cached,
         )
 
     def reset_peaks(self) -> None:

@@ -20,6 +20,9 @@ _GB = 1024**3
 # A line is INFO when its figure moved by this share since the last INFO line of the phase, else DEBUG: at one line a
 # phase the console would say little else. memory.jsonl has every row.
 _NEWS = 0.05
+_MAY_LEAVE_PINNED = {Phase.LOAD, Phase.SYNC, Phase.SAVE, Phase.EXPORT}
+"""Phases that move weights. Nothing of ours pins memory by torch's allocator; a library that did would leave it there,
+rounded up and unused, for the rest of the run."""
 
 
 class Memory:
@@ -27,7 +30,8 @@ class Memory:
 
     `residents` is asked at each border, so that a resident may come and go. `interval` is the time in seconds between
     two readings of host memory inside a phase. The host baseline is taken here: build this object when the worker
-    starts, before anything large is loaded. `device` None: a CPU run.
+    starts, before anything large is loaded. `device` None: a CPU run. `registered`: bytes of host memory that are
+    pinned for the device beside torch's allocator.
     """
 
     def __init__(
@@ -40,12 +44,14 @@ class Memory:
         interval: float,
         process: str = "trainer",
         host: HostReader | None = None,
+        registered: Callable[[], int] = lambda: 0,
     ) -> None:
         self._ledger = Ledger(path)
         self._rank = rank
         self._device = device
         self._residents = residents
         self._process = process
+        self._registered = registered
         self._host = HostReader() if host is None else host
         self._sampler = PeakSampler(self._host.anonymous, interval)
         self._baseline = self._host.anonymous()
@@ -98,6 +104,8 @@ class Memory:
             yield
             if self._device is not None:
                 self._device.synchronize()  # work still queued belongs to this phase, not to the next one's time
+                if phase in _MAY_LEAVE_PINNED:
+                    self._device.empty_host_cache()
         except BaseException as error:
             try:
                 self._record(phase, before, time.perf_counter() - start, failed=True)
@@ -151,7 +159,7 @@ class Memory:
             host_growth_peak=_minus(peak, self._baseline),
             host_file=host.file,
             host_shared=host.shared,
-            host_pinned=device.pinned if device else None,
+            host_pinned=_plus(device.pinned, self._registered()) if device else None,
             host_available=host.available,
             host_limit=self._host.limit,
             device_allocated=device.allocated if device else None,
@@ -165,6 +173,7 @@ class Memory:
             fragmentation=device.reserved - device.allocated if device else None,
             unattributed=device.allocated - owned if device else None,
             residents=sizes,
+            on_host=[resident.name for resident in residents if resident.place is Place.HOST],
             predicted={resident.name: resident.predicted_bytes for resident in residents},
             allocator=self._allocator_mode(),
             seconds=seconds,
@@ -206,6 +215,10 @@ def log_line(phase: Phase, row: LedgerRow) -> tuple[float, str]:
         f"{head}, host anonymous memory (GB): {row.host_anonymous / _GB:.2f}, peak (GB): "
         f"{row.host_anonymous_peak / _GB:.2f}"
     )
+
+
+def _plus(value: int | None, more: int) -> int | None:
+    return None if value is None else value + more
 
 
 def _minus(value: int | None, base: int | None) -> int | None:

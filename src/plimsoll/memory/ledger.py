@@ -1,7 +1,7 @@
 """The ledger: what was really used, one row per (step, phase, rank, device, process) in RUN/memory.jsonl."""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -33,7 +33,7 @@ class LedgerRow:
     host_growth_peak: int | None
     host_file: int | None  # RssFile: mapped file pages
     host_shared: int | None  # RssShmem
-    host_pinned: int | None  # held by torch's pinned allocator, in use or not
+    host_pinned: int | None  # held by torch's pinned allocator, in use or not, and what weights/ has registered
     host_available: int | None  # what node and cgroup could still give
     host_limit: int | None  # the cgroup's limit, or the machine's memory
 
@@ -49,6 +49,7 @@ class LedgerRow:
     unattributed: int | None  # device_allocated - the residents on the device
 
     residents: Mapping[str, int]  # name → bytes at the border, by summing the storages they own
+    on_host: Sequence[str]  # those residents of a device run that are in host memory
     predicted: Mapping[str, int | None]  # name → bytes as predicted from the config
     allocator: str  # mode as found: none, plain, expandable, mixed
     seconds: float  # wall time of the phase

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -19,9 +20,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from plimsoll.errors import RefusedError
 from plimsoll.weights.files import WeightFiles
-from plimsoll.weights.hf_names import dtype_exceptions
-from plimsoll.weights.load import load_sharded
-from plimsoll.weights.names import checkpoint_tables
+from plimsoll.weights.hf_names import declared_ties, dtype_exceptions
+from plimsoll.weights.load import fitting_tables
+from plimsoll.weights.names import checkpoint_tables, module_tensors
 from plimsoll.weights.ties import broken_ties, untie
 
 ModelKind: TypeAlias = Literal["causal", "sequence_classification", "token_classification"]
@@ -59,16 +60,15 @@ def read_config(path: str | Path) -> PreTrainedConfig:
         raise RefusedError(f"model.config: {source} is neither a config.json nor a folder with one")
     try:
         return cast("PreTrainedConfig", AutoConfig.from_pretrained(source))
-    except (ValueError, KeyError) as error:
-        raise RefusedError(f"model.config: transformers cannot read {source}: {error}") from error
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split("\n\n")[0].split())  # what follows are commands that would leave our range
+        raise RefusedError(f"model.config: transformers cannot read {source}: {reason}") from error
 
 
-def load_pretrained(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The weights of `folder` as `dtype` on `device`, not sharded. RefusedError names missing and misshapen tensors."""
+def check_weights(folder: Path, dtype: torch.dtype) -> None:
+    """RefusedError, from headers alone, when the weights in `folder` are not those of the model of its config.json."""
     with WeightFiles(folder) as files:
-        lm = build_meta(folder, dtype, files=files)
-        load_sharded(lm, files, device=device)
-    return lm
+        fitting_tables(build_meta(folder, dtype, files=files), files)
 
 
 def build_meta(
@@ -93,9 +93,10 @@ def build_meta(
         config.num_labels = num_labels
     with torch.device("meta"):
         model = cast("PreTrainedModel", _CLASSES[auto_class].from_config(config, dtype=dtype))
-    for name, kept in dtype_exceptions(model, dtype).items():
-        tensor = model.get_parameter(name)
-        tensor.data = tensor.data.to(kept)  # in place: a tie stays
+    if exceptions := dtype_exceptions(model, dtype):
+        tensors = module_tensors(model)
+        for name, kept in exceptions.items():
+            tensors[name].data = tensors[name].data.to(kept)  # in place: a tie stays
     if files is not None:
         _untie_as_stored(model, files)
     elif folder is not None:
@@ -107,8 +108,10 @@ def build_meta(
 
 
 def _untie_as_stored(model: PreTrainedModel, files: WeightFiles) -> None:
-    for name in broken_ties(model, checkpoint_tables(model, files.tensors), files):
-        untie(model, name)
+    if not declared_ties(model):
+        return
+    for pair in broken_ties(files, checkpoint_tables(model, files.tensors), module_tensors(model)):
+        untie(model, pair.name)
 
 
 def build_random(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, seed: int) -> PreTrainedModel:

@@ -8,7 +8,6 @@ a language model, whose own head is left aside and the new one made fresh, or wh
 """
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,21 +17,9 @@ from plimsoll.model.build import build_meta
 from plimsoll.weights.control import ControlGroup
 from plimsoll.weights.files import WeightFiles
 from plimsoll.weights.load import LoadReport, load_sharded
-from plimsoll.weights.names import checkpoint_tables
 from plimsoll.weights.ring import StagingRing
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class HeadedLoad:
-    """Where the weights of a critic or reward model came from."""
-
-    report: LoadReport
-    fresh: tuple[str, ...]
-    """Parameters of the head that the checkpoint lacks: initialised from the seed."""
-    left_out: tuple[str, ...]
-    """Heads of another task that the checkpoint holds: not read."""
 
 
 def build_sequence_classifier(
@@ -74,29 +61,18 @@ def load_with_head(
     ring: StagingRing | None = None,
     threads: int | None = None,
     control: ControlGroup | None = None,
-) -> HeadedLoad:
+) -> LoadReport:
     """Load a critic or reward model with `load_sharded`; a head that `source` lacks is made fresh, which is logged.
 
     A fresh head depends on `seed` and its name alone: it is the same for every number of ranks.
 
     Raises what `load_sharded` raises: anything else that is missing, unexpected or of another shape is an error.
     """
-    if not isinstance(source, WeightFiles):
-
-        def opening() -> WeightFiles:
-            return WeightFiles(source)
-
-        with opening() if control is None else control.together(opening) as files:
-            return load_with_head(model, files, seed=seed, device=device, ring=ring, threads=threads, control=control)
-    heads = heads_of(model)
-    found = checkpoint_tables(model, source.tensors)
     report = load_sharded(
-        model, source, device=device, ring=ring, threads=threads, fresh=heads, seed=seed, control=control
+        model, source, device=device, ring=ring, threads=threads, fresh=heads_of(model), seed=seed, control=control
     )
-    # Whatever else does not fit was refused by now.
-    fresh = tuple(entry.name for entry in found.missing)
-    left_out = tuple(entry.name for entry in found.unexpected)
-    if fresh and (control is None or control.rank == 0):
-        aside = f"; {', '.join(left_out)} left aside" if left_out else ""
-        logger.info("%s: new head %s, initialised from seed %d%s", source.folder, ", ".join(fresh), seed, aside)
-    return HeadedLoad(report=report, fresh=fresh, left_out=left_out)
+    if report.fresh and (control is None or control.rank == 0):
+        aside = f"; {', '.join(report.left_out)} left aside" if report.left_out else ""
+        where = source.folder if isinstance(source, WeightFiles) else source
+        logger.info("%s: new head %s, initialised from seed %d%s", where, ", ".join(report.fresh), seed, aside)
+    return report

@@ -23,13 +23,15 @@ _SUBFOLDERS = {"rollouts", "checkpoints"}
 _MARKS = ("name", "model", "data", "algorithm", "train")
 
 # Keys, and sections with a dot at the end, that may change when a run is resumed: they say how long it goes on, what
-# it saves and shows, and how much it bears, and leave what the next step computes as it is.
+# it saves and shows, where its state lies, and how much it bears, and leave what the next step computes as it is.
 CHANGEABLE = (
     "run_root",
+    "model.reference_placement",
     "train.steps",
     "train.epochs",
     "train.eval_every",
     "train.eval_at_ends",
+    "train.optimizer_state",
     "data.eval",
     "data.max_eval_rows",
     "rollout.eval.",

@@ -15,11 +15,6 @@ from plimsoll.model.policy import PackedPolicy
 from plimsoll.model.spec import decoder_layers
 
 
-def plain_name(name: str) -> str:
-    """Name of a parameter or buffer as the model alone has it, without what checkpointing puts in between."""
-    return name.replace("_checkpoint_wrapped_module.", "")
-
-
 def apply(
     policy: PackedPolicy,
     mesh: DeviceMesh,

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from plimsoll.memory.resident import Resident, Survival, storage_bytes
 from plimsoll.model.build import build_rollout_skeleton, place
-from plimsoll.parallel.apply import plain_name
 from plimsoll.parallel.tensors import full
+from plimsoll.weights.names import plain_name
 
 
 class WeightSource(Protocol):

@@ -64,6 +64,10 @@ class AdamWPlace(Protocol):
         """Everything that the moments take, for counting bytes; nothing is waited for."""
         ...
 
+    def close(self) -> None:
+        """Give back what Python does not; what `moments` gave must not be used any more. May be called again."""
+        ...
+
 
 class DeviceAdamW:
     """torch's fused AdamW, with moments where the parameters are."""
@@ -125,3 +129,6 @@ class DeviceAdamW:
     def tensors(self) -> list[Tensor]:
         """As of `AdamWPlace`."""
         return [tensor for moments in self.moments().values() for tensor in moments.values()]
+
+    def close(self) -> None:
+        """As of `AdamWPlace`: nothing, the moments are tensors like others."""

@@ -4,6 +4,7 @@ from a folder          shapes on the meta device → packed policy → sharding 
 from random weights    built whole on the host of every rank → packed policy → sharding
 """
 
+import re
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -162,8 +163,9 @@ def blamed_on(setting: str) -> Generator[None]:
     try:
         yield
     except RefusedError as error:
-        plain = [cause.removeprefix("model.path: ") for cause in error.causes]
-        causes = [cause if cause.startswith("model.") else f"{setting}: {cause}" for cause in plain]
+        plain = [re.sub(r"^model\.(path|config): ", "", cause) for cause in error.causes]
+        # A cause may also begin with the name of a tensor, such as model.norm.weight.
+        causes = [cause if re.match(r"model\.\w+[:=]", cause) else f"{setting}: {cause}" for cause in plain]
         raise RefusedError(causes) from error
 
 

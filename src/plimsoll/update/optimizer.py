@@ -111,6 +111,10 @@ class Optimizer:
         """
         self._adamw.finish_load(steps)
 
+    def close(self) -> None:
+        """Give host memory of the moments back; there is no step and no save after this. May be called again."""
+        self._adamw.close()
+
 
 def locate_moments(
     train: TrainConfig, device_memory: int | None, parameters: Iterable[Tensor], device: torch.device
@@ -126,7 +130,7 @@ def locate_moments(
     if device.type != "cuda":
         return "device"
     properties = cast("Any", torch.cuda.get_device_properties(device))  # torch does not type it
-    capacity = int(device_memory or properties.total_memory)
+    capacity = min(int(properties.total_memory), int(device_memory or properties.total_memory))
     num_bytes = training_bytes(parameters)
     chosen = choose_location(num_bytes, capacity)
     logger.info(

@@ -10,7 +10,7 @@ Between passes the parameters keep their names, shapes and places in the model; 
 
 import logging
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Literal, Protocol
 
 import torch
@@ -51,6 +51,10 @@ class Store(Protocol):
         """Give the device memory back; also after a `fill` that failed half-way."""
         ...
 
+    def close(self) -> None:
+        """Give up what is held between passes. May be called again."""
+        ...
+
 
 class KeptOnDevice:
     """Nothing to do."""
@@ -62,6 +66,9 @@ class KeptOnDevice:
 
     def vacate(self) -> None:
         """They stay."""
+
+    def close(self) -> None:
+        """They go with the model."""
 
 
 class KeptInFiles:
@@ -97,6 +104,9 @@ class KeptInFiles:
         for storage in self._storages:
             storage.resize_(0)
 
+    def close(self) -> None:
+        """Whoever opened the files closes them."""
+
     @torch.no_grad()
     def _read(self) -> None:
         read_parameters(self._files, self._tables, self._parameters, source=self._source)
@@ -108,6 +118,7 @@ class KeptInArena:
     def __init__(self, parameters: Mapping[str, Tensor], device: torch.device) -> None:
         self._arena = HostArena({"reference": storage_sizes(parameters.values())}, device=device)
         self._offloader = Offloader(self._arena, "reference", parameters.values())
+        self._offloader.offload()
         self.host_bytes = self._arena.num_bytes
 
     def fill(self) -> None:
@@ -115,8 +126,13 @@ class KeptInArena:
         self._offloader.onload()
 
     def vacate(self) -> None:
-        """Copy to the arena and free the device memory; nothing to do when the values are there already."""
-        self._offloader.offload()
+        """Free the device memory. Nobody trains a reference: the arena still has its values."""
+        self._offloader.drop()
+
+    def close(self) -> None:
+        """Give the arena back."""
+        self._offloader.close()
+        self._arena.close()
 
 
 class FrozenReference:
@@ -154,11 +170,18 @@ class FrozenReference:
         """Held on the host between passes."""
         return self._store.host_bytes
 
+    def close(self) -> None:
+        """Give up files and host memory; there is no pass after this. May be called again."""
+        self._store.close()
+        if self.files is not None:
+            self.files.close()
+
 
 def build_reference(builder: Builder, built: BuiltModel) -> FrozenReference:
     """The reference of the policy `built`, which has had no update yet, in its placement.
 
-    Its files stay open where each pass reads them; those of the policy are shared, and closed by nobody here.
+    Its files stay open where each pass reads them, else they are closed; those of the policy are only closed with a
+    reference that reads them.
     """
     reference = builder.reference(built)
     parameters = reference_parameters(reference.policy)
@@ -168,17 +191,22 @@ def build_reference(builder: Builder, built: BuiltModel) -> FrozenReference:
         capacity=_capacity(builder),
         in_files=reference.files is not None,
     )
-    files = reference.files
-    store: Store
-    if placement in ("page_cache", "ring"):
-        assert files is not None, "checked with the recipe"
-        tables = checkpoint_tables(reference.policy.lm, files.tensors).tables
-        store = KeptInFiles(parameters, files, tables, "map" if placement == "page_cache" else "ring")
-    else:
-        if files is not None and files is not built.files:
-            files.close()
-        files = None
-        store = KeptInArena(parameters, builder.device) if placement == "arena" else KeptOnDevice()
+
+    def make_store() -> Store:
+        if placement in ("page_cache", "ring"):
+            assert reference.files is not None, "checked with the recipe"
+            tables = checkpoint_tables(reference.policy.lm, reference.files.tensors).tables
+            return KeptInFiles(parameters, reference.files, tables, "map" if placement == "page_cache" else "ring")
+        return KeptInArena(parameters, builder.device) if placement == "arena" else KeptOnDevice()
+
+    with ExitStack() as unless_done:
+        if reference.files is not None and reference.files is not built.files:
+            unless_done.callback(reference.files.close)
+        # One rank may have no room for an arena, and with `auto` each decides for itself where its part lives.
+        store = builder.control.together(make_store)
+        if isinstance(store, KeptInFiles):
+            unless_done.pop_all()
+    files = reference.files if isinstance(store, KeptInFiles) else None
     return FrozenReference(reference.policy, placement, store, builder.control, files)
 
 

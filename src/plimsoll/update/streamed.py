@@ -150,6 +150,7 @@ class StreamedAdamW:
         shards = {name: local(parameter) for name, parameter in self._parameters.items()}
         devices = {shard.device for shard in shards.values()}
         assert len(devices) == 1, f"parameters on one device, not on {devices}"
+        assert len({id(p) for p in self._parameters.values()}) == len(shards), "a parameter under two names steps twice"
         assert all(shard.is_contiguous() for shard in shards.values()), "a flat slice needs contiguous parameters"
         self._device = devices.pop()
         self._plan = plan_stream(shards, group_bytes)
@@ -172,6 +173,9 @@ class StreamedAdamW:
     def step(self, learning_rate: float) -> None:
         """As of `AdamWPlace`. Returns before the last moments are back in the arena."""
         gradients = {name: local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
+        for name, gradient in gradients.items():
+            dtype = self._parameters[name].dtype
+            assert gradient.dtype == dtype, f"the gradient of {name} is {gradient.dtype}, the parameter {dtype}"
         groups = [group for group in self._plan.groups if any(part.name in gradients for part in group.slices)]
         slots = [
             torch.empty(self._plan.slot_bytes, dtype=torch.uint8, device=self._device)
@@ -223,8 +227,7 @@ class StreamedAdamW:
         return list(self._region)
 
     def close(self) -> None:
-        """Give the arena back. What `moments` gave must not be used any more."""
-        self._lanes.synchronize()
+        """As of `AdamWPlace`. The arena waits for the device, also for one that has failed."""
         self._region = ()
         self._arena.close()
 

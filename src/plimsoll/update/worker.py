@@ -11,6 +11,7 @@ rank.
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast
@@ -84,25 +85,48 @@ class PolicyWorker:
         self._recipe, self._plan, self._plane = recipe, plan, plane
         self.device = torch.device(plan.device)
         self._temperature = recipe.rollout.temperature if objective == "policy" else 1.0
+        self._counters = Counters(version=0, optimizer_steps=0, skipped_nonfinite=0, skipped_empty=0)
+        self._first_micro_batch = True
         ensure_process_group(self.device)
-        self.control = ControlGroup()
-        mesh = build_mesh(self.device, recipe.parallel.shard)
-        builder = Builder(recipe=recipe, plan=plan, mesh=mesh, control=self.control)
+        with ExitStack() as unless_done:
+            self.control = ControlGroup()
+            unless_done.callback(self.control.close)
+            mesh = build_mesh(self.device, recipe.parallel.shard)
+            builder = Builder(recipe=recipe, plan=plan, mesh=mesh, control=self.control)
+            self._build(builder, unless_done, with_reference=objective == "policy")
+            self._held = unless_done.pop_all()
+
+    def _build(self, builder: Builder, held: ExitStack, *, with_reference: bool) -> None:
+        """`held` gets what must be given back."""
+        recipe = self._recipe
         built = builder.policy()
+        if built.files is not None:
+            held.callback(built.files.close)
         self.policy = built.policy
-        wanted = objective == "policy" and recipe.algorithm.kl_coefficient > 0
-        self.reference = build_reference(builder, built) if wanted else None
+        self.reference = None
+        if with_reference and recipe.algorithm.kl_coefficient > 0:
+            self.reference = build_reference(builder, built)
+            held.callback(self.reference.close)
         if built.files is not None and (self.reference is None or self.reference.files is not built.files):
             built.files.close()
         trained = own_parameters(self.policy.lm)
         location = locate_moments(recipe.train, recipe.memory.device_memory, trained.values(), self.device)
-        self.optimizer = Optimizer(trained, recipe.train, plan.optimizer_steps, location=location)
-        self._counters = Counters(version=0, optimizer_steps=0, skipped_nonfinite=0, skipped_empty=0)
-        self._first_micro_batch = True
-        self.probe_report = probe_policy(self.policy, recipe, plan, self._temperature)
+        # Streamed, a rank may find no host memory.
+        self.optimizer = self.control.together(
+            lambda: Optimizer(trained, recipe.train, self._plan.optimizer_steps, location=location)
+        )
+        held.callback(self.optimizer.close)
+        self.probe_report = probe_policy(self.policy, recipe, self._plan, self._temperature)
         self._release_gathered()
         if self.reference is not None:
             self.reference.policy.set_packing(self.policy.packing)
+
+    def close(self) -> None:
+        """Give back files, host memory and the control group; nothing else is to be called after this.
+
+        Every rank, before the process group ends. May be called again.
+        """
+        self._held.close()
 
     @property
     def version(self) -> int:

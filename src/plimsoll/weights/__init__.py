@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from plimsoll.weights.files import WeightFiles
     from plimsoll.weights.layout import local_boxes
     from plimsoll.weights.load import LoadReport, load_sharded
-    from plimsoll.weights.offload import Offloader
+    from plimsoll.weights.offload import Offloader, storage_sizes
     from plimsoll.weights.read import read_parameters
     from plimsoll.weights.ring import StagingRing
     from plimsoll.weights.ties import untie
@@ -32,6 +32,7 @@ __all__ = [
     "local_boxes",
     "read_parameters",
     "rebuild_buffers",
+    "storage_sizes",
     "untie",
 ]
 
@@ -48,6 +49,7 @@ _MODULE_OF = {
     "local_boxes": "layout",
     "read_parameters": "read",
     "rebuild_buffers": "buffers",
+    "storage_sizes": "offload",
     "untie": "ties",
 }
 

@@ -7,6 +7,7 @@ same.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, cast
 from zlib import crc32
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from plimsoll.errors import RefusedError
-from plimsoll.weights.hf_names import plain_class
+from plimsoll.weights.hf_names import mark_initialized, plain_class
 from plimsoll.weights.layout import local_boxes, local_tensor
 from plimsoll.weights.names import plain_name
 
@@ -28,7 +29,10 @@ def rebuild_buffers(model: PreTrainedModel, device: torch.device, values: Mappin
     RefusedError names buffers that nothing computed, and tensors on the meta device that are not even buffers.
     """
     given = dict(values or {})
-    wanted = {plain_name(name): buffer for name, buffer in _computed_buffers(model)}
+    homes = {
+        plain_name(f"{owner}.{leaf}" if owner else leaf): (module, leaf) for owner, module, leaf in _computed(model)
+    }
+    wanted = {name: module.get_buffer(leaf) for name, (module, leaf) in homes.items()}
     causes = [f"values: the model has no computed buffer {name}" for name in given if name not in wanted]
     causes += [
         f"{name} is a tensor that is neither parameter nor buffer: built on the meta device it has no value"
@@ -45,23 +49,25 @@ def rebuild_buffers(model: PreTrainedModel, device: torch.device, values: Mappin
         raise RefusedError(causes)
     for name, value in (computed | given).items():
         assert value is not None
-        _set_buffer(model, name, wanted[name], value, device)
+        _set_buffer(*homes[name], name, value, device)
 
 
 def init_fresh(model: PreTrainedModel, names: Sequence[str], seed: int) -> None:
-    """Initialise parameters that the checkpoint lacks (a new head), in place, as transformers does for their module.
+    """Initialise what the checkpoint lacks (a new head), in place, as transformers does for their module.
 
     Each one is made whole by a generator on the CPU that starts from the seed and the name, and the part of this rank
-    is kept: equal for every number of ranks and every mesh. `names`: full names of parameters in the module.
+    is kept: equal for every number of ranks and every mesh. `names`: full names of parameters or buffers in the module.
     """
-    parameters = {plain_name(name): tensor for name, tensor in model.named_parameters(remove_duplicate=False)}
-    if unknown := [name for name in names if name not in parameters]:
+    if not names:
+        return
+    every = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    members = {plain_name(name): tensor for name, tensor in every}
+    if unknown := [name for name in names if name not in members]:
         raise RefusedError(f"the model has no parameter {', '.join(unknown)}")
     for name in names:
-        target = parameters[name]
-        full = torch.full(target.shape, torch.nan, dtype=target.dtype)
-        _initialize(model, {name: full}, seed=(seed + crc32(name.encode())) % 2**63)
-        if bool(full.isnan().any()):
+        target = members[name]
+        full = _compute(model, {name: target}, seed=(seed + crc32(name.encode())) % 2**63)[name]
+        if full is None:
             raise RefusedError(f"transformers' initialisation of {type(model).__name__} does not know {name}")
         local = local_tensor(target)
         for part in local_boxes(target):
@@ -72,12 +78,12 @@ def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return cast("Iterator[tuple[str, nn.Module]]", model.named_modules())
 
 
-def _computed_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _computed(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """(name of the module, module, name in it) of every buffer that is in no state_dict."""
     for owner, module in _modules(model):
         for leaf in sorted(module._non_persistent_buffers_set):  # pyright: ignore[reportPrivateUsage]
-            buffer = module._buffers.get(leaf)  # pyright: ignore[reportPrivateUsage]
-            if buffer is not None:
-                yield f"{owner}.{leaf}" if owner else leaf, buffer
+            if module._buffers.get(leaf) is not None:  # pyright: ignore[reportPrivateUsage]
+                yield owner, module, leaf
 
 
 def _meta_attributes(model: nn.Module) -> list[str]:
@@ -89,7 +95,7 @@ def _meta_attributes(model: nn.Module) -> list[str]:
     ]
 
 
-def _compute(model: PreTrainedModel, wanted: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+def _compute(model: PreTrainedModel, wanted: Mapping[str, Tensor], seed: int = 0) -> dict[str, Tensor | None]:
     """Values on the CPU; None where the initialisation did not write every element.
 
     Run twice over memory with different contents: what differs afterwards was not written.
@@ -97,7 +103,7 @@ def _compute(model: PreTrainedModel, wanted: Mapping[str, Tensor]) -> dict[str, 
     runs: list[dict[str, Tensor]] = []
     for content in (0x00, 0xFF):
         made = {name: _filled(buffer, content) for name, buffer in wanted.items()}
-        _initialize(model, made, seed=0)
+        _initialize(model, made, seed)
         runs.append(made)
     first, second = runs
     return {name: value if _same_bytes(value, second[name]) else None for name, value in first.items()}
@@ -115,15 +121,14 @@ def _same_bytes(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
-def _set_buffer(model: PreTrainedModel, name: str, buffer: Tensor, value: Tensor, device: torch.device) -> None:
+def _set_buffer(module: nn.Module, leaf: str, name: str, value: Tensor, device: torch.device) -> None:
+    buffer = module.get_buffer(leaf)
     if value.shape != buffer.shape:
         raise RefusedError(f"buffer {name} is {list(buffer.shape)}, and its given value {list(value.shape)}")
     if buffer.device.type == device.type and device.index in (None, buffer.device.index):
         buffer.copy_(value)  # its memory may be known elsewhere
         return
-    owner, _, leaf = name.rpartition(".")
-    on_device = value.to(device=device, dtype=buffer.dtype, copy=True)
-    model.get_submodule(owner).register_buffer(leaf, on_device, persistent=False)
+    module.register_buffer(leaf, value.to(device=device, dtype=buffer.dtype, copy=True), persistent=False)
 
 
 def _initialize(model: PreTrainedModel, wanted: Mapping[str, Tensor], seed: int) -> None:
@@ -143,7 +148,7 @@ def _shadow(module: nn.Module, prefix: str, wanted: Mapping[str, Tensor], made: 
     contents: dict[str, Any] = dict(vars(module))
     contents.pop("_is_hf_initialized", None)  # building on the meta device set it
     contents["_parameters"] = {
-        leaf: None if tensor is None else nn.Parameter(_stand_in(prefix + leaf, tensor, wanted), requires_grad=False)
+        leaf: None if tensor is None else _stand_in(prefix + leaf, tensor, wanted, parameter=True)
         for leaf, tensor in contents["_parameters"].items()
     }
     contents["_buffers"] = {
@@ -158,6 +163,11 @@ def _shadow(module: nn.Module, prefix: str, wanted: Mapping[str, Tensor], made: 
     return shadow
 
 
-def _stand_in(name: str, tensor: Tensor, wanted: Mapping[str, Tensor]) -> Tensor:
+def _stand_in(name: str, tensor: Tensor, wanted: Mapping[str, Tensor], *, parameter: bool = False) -> Tensor:
     found = wanted.get(name)
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if found is None else found
+    stand_in = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if found is None else found
+    if parameter:
+        stand_in = nn.Parameter(stand_in, requires_grad=False)
+    if found is None:
+        mark_initialized(stand_in)
+    return stand_in

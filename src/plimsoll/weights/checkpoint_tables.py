@@ -69,6 +69,8 @@ class CheckpointTables:
     tables: Mapping[str, ParameterTable]
     """By the name of the parameter or persistent buffer; of tied ones there is one table with aliases."""
     missing: tuple[NamedShape, ...]
+    forgiven: tuple[str, ...]
+    """In the module and not in the checkpoint, which the family allows: to be initialised."""
     unexpected: tuple[NamedShape, ...]
     mismatched: tuple[Mismatch, ...]
     tied_pairs_to_compare: tuple[TiedPair, ...]
@@ -111,7 +113,7 @@ def _cause(source: str, kind: str, entries: Sequence[str]) -> list[str]:
         return []
     more = f", and {len(entries) - NAMES_SHOWN} more" if len(entries) > NAMES_SHOWN else ""
     plural = "" if len(entries) == 1 else "s"
-    return [f"model.path: {source} has {len(entries)} {kind} tensor{plural}: {', '.join(entries[:NAMES_SHOWN])}{more}"]
+    return [f"{source} has {len(entries)} {kind} tensor{plural}: {', '.join(entries[:NAMES_SHOWN])}{more}"]
 
 
 def _describe(entry: Mismatch) -> str:

@@ -26,6 +26,7 @@ class ControlGroup:
     def __init__(self, timeout: timedelta = TIMEOUT) -> None:
         self.rank, self.ranks = 0, 1
         self._group: Any = None
+        self._timeout = timeout
         # Where nobody has imported it there is no group, and who only looks for a checkpoint does not wait for torch.
         self._dist: Any = sys.modules.get("torch.distributed")
         if self._dist is not None and self._dist.is_initialized():
@@ -36,7 +37,17 @@ class ControlGroup:
     def barrier(self) -> None:
         """Wait for every rank."""
         if self._group is not None:
-            self._dist.monitored_barrier(self._group, timeout=TIMEOUT)
+            self._dist.monitored_barrier(self._group, timeout=self._timeout)
+
+    def all_come(self, within: timedelta) -> bool:
+        """Whether every rank calls this within that time. After False the group is not to be used any more."""
+        if self._group is None:
+            return True
+        try:
+            self._dist.monitored_barrier(self._group, timeout=within)
+        except RuntimeError:  # gloo's: a rank that did not come, or has died
+            return False
+        return True
 
     def gather(self, value: T) -> list[T]:
         """`value` of every rank, in rank order, on every rank."""
@@ -58,7 +69,7 @@ class ControlGroup:
             result = work()
         except BaseException as error:
             own = error
-        failures = self.gather(None if own is None else (self.rank, _portable(own)))
+        failures = self.gather(None if own is None else (self.rank, _portable(own, self.rank)))
         if own is not None and not isinstance(own, Exception):
             raise own
         first = next((failure for failure in failures if failure is not None), None)
@@ -76,7 +87,7 @@ class ControlGroup:
             self._group = None
 
 
-def _portable(error: BaseException) -> PlimsollError:
+def _portable(error: BaseException, rank: int) -> PlimsollError:
     if isinstance(error, PlimsollError):
         return error
-    return CheckpointError(f"{type(error).__name__}: {error}")
+    return CheckpointError(f"rank {rank} failed: {type(error).__name__}: {error}")

@@ -10,7 +10,7 @@ import re
 import shutil
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,11 +20,19 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from plimsoll.errors import RefusedError
 from plimsoll.weights.export import SHARD_BYTES, copy_companions
-from plimsoll.weights.tensors import DTYPES, TensorSpec, write_specs
+from plimsoll.weights.tensors import (
+    DTYPES,
+    TensorSpec,
+    cut_by_size,
+    file_names,
+    in_dtype,
+    index_name,
+    index_text,
+    write_specs,
+)
 
 _SINGLE = "pytorch_model.bin"
 _INDEX = "pytorch_model.bin.index.json"
-_WRITTEN_INDEX = "model.safetensors.index.json"
 _UNREADABLE = (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError, OSError)
 
 
@@ -95,30 +103,67 @@ def check_torch_weights(weights: TorchWeights) -> None:
         raise RefusedError(causes)
 
 
-def convert_torch_weights(weights: TorchWeights, folder: Path, say: Callable[[str], None]) -> int:
+def converted_bytes(weights: TorchWeights, dtype: torch.dtype) -> int:
+    """What the weights take at most as `dtype`. Reads no tensor."""
+    total = 0
+    for path in weights.files:
+        if zipfile.is_zipfile(path):
+            total += sum(in_dtype(_as_it_is(name, tensor), dtype).num_bytes for name, tensor in _open(path).items())
+        else:  # of torch before 1.6, when two bytes were the fewest of a weight
+            total += path.stat().st_size * dtype.itemsize // 2
+    return total
+
+
+def convert_torch_weights(
+    weights: TorchWeights, folder: Path, say: Callable[[str], None], *, dtype: torch.dtype | None = None
+) -> int:
     """Write `folder` (it exists) as a Hugging Face folder with safetensors, a file a shard; returns how many tensors.
 
-    Names, shapes and dtypes stay. A tied weight that shares its memory with its source is left out, as transformers
-    leaves it out of safetensors. Memory: the largest tensor; for a file of torch before 1.6, that file (said).
+    Names and shapes stay; dtypes too, unless `dtype` says what floating-point tensors become. A tied weight that shares
+    its memory with its source is left out, as transformers leaves it out of safetensors. Memory: the largest tensor;
+    for a file of torch before 1.6, that file (said).
     """
     tied = _tied_names(weights.folder)
-    written: dict[str, str] = {}
-    total = 0
-    for number, path in enumerate(weights.files, start=1):
+    names = file_names("model", len(weights.files))
+    written: dict[str, list[TensorSpec]] = {}
+    for name, path in zip(names, weights.files, strict=True):
         if not zipfile.is_zipfile(path):
             size = path.stat().st_size
             say(f"{path} is of a format before torch 1.6, which cannot be mapped: its {size} bytes are read at once")
         state = _without_tied(_open(path), tied)
-        name = "model.safetensors" if len(weights.files) == 1 else _shard_name(number, len(weights.files))
         specs = [_as_it_is(key, tensor) for key, tensor in state.items()]
+        if dtype is not None:
+            specs = [in_dtype(spec, dtype) for spec in specs]
         write_specs(folder / name, specs)
-        total += sum(spec.num_bytes for spec in specs)
-        written.update(dict.fromkeys(state, name))
-    if len(weights.files) > 1:
-        _write_index(folder, written, total)
-    shutil.copyfile(weights.folder / "config.json", folder / "config.json")
+        written[name] = [replace(spec, read=_already_written) for spec in specs]  # lets go of the map
+    _write_index(folder, written)
+    copy_config(weights.folder, folder, dtype)
     copy_companions(weights.folder, folder)
-    return len(written)
+    return len({spec.name for specs in written.values() for spec in specs})
+
+
+def copy_config(source: Path, folder: Path, dtype: torch.dtype | None) -> None:
+    """Copy config.json; with a `dtype` that is what it says then, for sub-models too."""
+    origin, target = source / "config.json", folder / "config.json"
+    if dtype is None:
+        shutil.copyfile(origin, target)
+        return
+    name = str(dtype).removeprefix("torch.")
+    config = _saying(json.loads(origin.read_bytes()), name)
+    if not config.keys() & {"dtype", "torch_dtype"}:
+        config["dtype"] = name
+    target.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _saying(config: Any, dtype: str) -> Any:
+    """`dtype` (older spelling: `torch_dtype`) replaced in a config and in the configs of its sub-models."""
+    if not isinstance(config, dict):
+        return config
+    changed = {key: _saying(value, dtype) for key, value in cast("dict[str, Any]", config).items()}
+    for key in ("dtype", "torch_dtype"):
+        if isinstance(changed.get(key), str):
+            changed[key] = dtype
+    return changed
 
 
 def write_in_shards(folder: Path, specs: Sequence[TensorSpec], shard_bytes: int = SHARD_BYTES) -> None:
@@ -126,23 +171,11 @@ def write_in_shards(folder: Path, specs: Sequence[TensorSpec], shard_bytes: int 
 
     One tensor is held at a time.
     """
-    shards: list[list[TensorSpec]] = [[]]
-    used = 0
-    for spec in specs:
-        if shards[-1] and used + spec.num_bytes > shard_bytes:
-            shards.append([])
-            used = 0
-        shards[-1].append(spec)
-        used += spec.num_bytes
-    if len(shards) == 1:
-        write_specs(folder / "model.safetensors", shards[0])
-        return
-    written: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        name = _shard_name(number, len(shards))
+    shards = cut_by_size(specs, shard_bytes)
+    written = dict(zip(file_names("model", len(shards)), shards, strict=True))
+    for name, shard in written.items():
         write_specs(folder / name, shard)
-        written.update({spec.name: name for spec in shard})
-    _write_index(folder, written, sum(spec.num_bytes for spec in specs))
+    _write_index(folder, written)
 
 
 def _open(path: Path) -> dict[str, Tensor]:
@@ -208,10 +241,10 @@ def _without_tied(state: dict[str, Tensor], tied: Sequence[str]) -> dict[str, Te
     return {name: tensor for name, tensor in state.items() if name not in dropped}
 
 
-def _shard_name(number: int, count: int) -> str:
-    return f"model-{number:05}-of-{count:05}.safetensors"
+def _already_written() -> Tensor:
+    raise AssertionError("a tensor is written once")
 
 
-def _write_index(folder: Path, written: Mapping[str, str], total: int) -> None:
-    index = {"metadata": {"total_size": total}, "weight_map": dict(written)}
-    (folder / _WRITTEN_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+def _write_index(folder: Path, written: Mapping[str, Sequence[TensorSpec]]) -> None:
+    if len(written) > 1:
+        (folder / index_name()).write_text(index_text(written), encoding="utf-8")

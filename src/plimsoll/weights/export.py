@@ -20,10 +20,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from plimsoll.errors import CheckpointError, RefusedError
 from plimsoll.weights.control import ControlGroup
+from plimsoll.weights.disk import free_bytes
 from plimsoll.weights.file_layout import SHARD_BYTES
 from plimsoll.weights.files import WeightFiles
-from plimsoll.weights.names import CheckpointTables, checkpoint_tables, export_tables, plain_name
-from plimsoll.weights.publish import check_free_name, check_space, free_bytes, publish, saying_why
+from plimsoll.weights.names import CheckpointTables, checkpoint_tables, export_tables, plain_name, uncompiled
+from plimsoll.weights.publish import check_free_name, check_space, publish, saying_why
 from plimsoll.weights.tensors import DTYPES
 from plimsoll.weights.write import (
     BUDGET_BYTES,
@@ -103,7 +104,7 @@ def export_sharded(
         CheckpointError: writing failed; nothing partial stays. The same on every rank.
     """
     begin = time.perf_counter()
-    folder = folder.absolute()
+    model, folder = uncompiled(model), folder.absolute()
     with _closing(control) as group:
         layouts = group.together(lambda: _lay_out_model(model, dtype, source, max_file_bytes))
         group.together(lambda: _check(folder, layouts, free) if group.rank == 0 else None)

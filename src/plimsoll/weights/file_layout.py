@@ -3,7 +3,6 @@
 Every rank computes the same layout without a message.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from plimsoll.weights.box import Box
 from plimsoll.weights.pieces import Piece
-from plimsoll.weights.tensors import header_of
+from plimsoll.weights.tensors import cut_by_size, file_names, header_of, index_text
 
 SHARD_BYTES = 5 * 1000**3
 """Size of one weights file at most (a larger tensor has a file of its own)."""
@@ -78,41 +77,14 @@ def lay_out(
     for outgoing in outgoings:
         covered = sum(piece.stored_box.num_elements for piece, _ in outgoing.parts)
         assert covered == prod(outgoing.shape), f"{outgoing.name}: parts of {covered} elements for {outgoing.shape}"
-    cut = _cut(outgoings, max_file_bytes)
-    count = len(cut)
-    names = (
-        [f"{stem}-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
-        if count > 1
-        else [f"{stem}.safetensors"]
-    )
+    cut = cut_by_size(outgoings, max_file_bytes)
+    names = file_names(stem, len(cut))
     return tuple(_lay_out_file(name, group) for name, group in zip(names, cut, strict=True))
 
 
-def index_name(stem: str = "model") -> str:
-    """Name of the file that `index_of` belongs into."""
-    return f"{stem}.safetensors.index.json"
-
-
 def index_of(layouts: Sequence[FileLayout]) -> str:
-    """The index of several files as JSON text: which tensor is in which file."""
-    tensors = [(placed.outgoing, layout.name) for layout in layouts for placed in layout.tensors]
-    index = {
-        "metadata": {"total_size": sum(outgoing.num_bytes for outgoing, _ in tensors)},
-        "weight_map": {outgoing.name: file for outgoing, file in sorted(tensors, key=lambda pair: pair[0].name)},
-    }
-    return json.dumps(index, indent=2) + "\n"
-
-
-def _cut(outgoings: Sequence[Outgoing], max_file_bytes: float) -> list[list[Outgoing]]:
-    files: list[list[Outgoing]] = [[]]
-    used = 0
-    for outgoing in outgoings:
-        if files[-1] and used + outgoing.num_bytes > max_file_bytes:
-            files.append([])
-            used = 0
-        files[-1].append(outgoing)
-        used += outgoing.num_bytes
-    return files
+    """The index of several files as JSON text."""
+    return index_text({layout.name: [placed.outgoing for placed in layout.tensors] for layout in layouts})
 
 
 def _lay_out_file(name: str, outgoings: Sequence[Outgoing]) -> FileLayout:

@@ -21,6 +21,8 @@ from plimsoll.weights.tensors import DTYPES
 _MAX_HEADER_BYTES = 100 * 1000**2
 """The limit of the format's own reader."""
 
+_POINTER = b"version https://git-lfs"
+
 _DTYPES = DTYPES | {
     "U16": torch.uint16,
     "U32": torch.uint32,
@@ -148,7 +150,9 @@ class WeightFiles:
         paths = sorted(folder.glob("*.safetensors"))
         if not paths:
             self._causes.append(
-                f"{folder} holds no *.safetensors file" if folder.is_dir() else f"{folder} is not a folder"
+                f"{folder} holds no *.safetensors file; `plimsoll export` makes them of pytorch_model.bin or GGUF"
+                if folder.is_dir()
+                else f"{folder} is not a folder"
             )
         return paths, {}
 
@@ -169,6 +173,9 @@ class WeightFiles:
         self._descriptors[path] = descriptor
         identity = _identity(os.fstat(descriptor))
         self._identities[path] = identity
+        if os.pread(descriptor, len(_POINTER), 0) == _POINTER:
+            self._causes.append(f"{path} is a pointer of Git LFS and not the weights: fetch them with `git lfs pull`")
+            return
         try:
             found = _read_header(path, descriptor, identity.size)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

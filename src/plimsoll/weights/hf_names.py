@@ -12,7 +12,7 @@ from traceback import walk_tb
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -41,6 +41,8 @@ class Group:
 
     def convert(self, model: PreTrainedModel, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """Run transformers' operations on tensors, or on what stands for them, by stored name → by target name."""
+        if not isinstance(self.transform, WeightConverter):  # most are: the same under another name, or even its own
+            return {self.first_target: tensors[self.collected[0][1]]}
         transform = deepcopy(self.transform)
         for pattern, name in self.collected:
             transform.add_tensor(self.first_target, name, pattern, tensors[name])
@@ -131,7 +133,8 @@ def forgiven_unexpected(model: PreTrainedModel) -> re.Pattern[str] | None:
 
 
 def dtype_exceptions(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Parameters that the family keeps in another dtype than the one asked for, as `from_pretrained` does."""
+    """Parameters and persistent buffers that the family keeps in another dtype than the one asked for, as
+    `from_pretrained` does."""
     plan = cast("dict[str, torch.dtype]", model._get_dtype_plan(dtype))  # pyright: ignore[reportPrivateUsage]
     patterns = [(re.compile(pattern.replace("*", ".*")), wanted) for pattern, wanted in plan.items()]
     return {
@@ -162,6 +165,11 @@ def plain_classes(model: nn.Module) -> Generator[None]:
 def plain_class(module: nn.Module) -> type[nn.Module]:
     """Class of a module before `fully_shard`."""
     return next(cls for cls in type(module).__mro__ if issubclass(cls, nn.Module) and not issubclass(cls, FSDPModule))
+
+
+def mark_initialized(tensor: Tensor) -> None:
+    """transformers' initialisation passes over it."""
+    tensor._is_hf_initialized = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _single(value: Any) -> Any:

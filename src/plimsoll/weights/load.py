@@ -6,7 +6,7 @@ headers ─▶ tables (names, shapes) ─▶ memory for meta tensors ─▶ read
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,22 +16,17 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from plimsoll.errors import RefusedError
-from plimsoll.weights.box import Box
 from plimsoll.weights.buffers import init_fresh, rebuild_buffers
-from plimsoll.weights.checkpoint_tables import CheckpointTables, Mismatch, NamedShape, misfit_error
+from plimsoll.weights.checkpoint_tables import CheckpointTables, Mismatch, NamedShape, TiedPair, misfit_error
 from plimsoll.weights.control import ControlGroup
 from plimsoll.weights.files import FileIdentity, StoredTensor, WeightFiles
-from plimsoll.weights.layout import LocalBox, cut_box, part_transfers, transfers
-from plimsoll.weights.names import checkpoint_tables, module_tensors, plain_name
+from plimsoll.weights.names import checkpoint_tables, module_tensors, plain_name, uncompiled
 from plimsoll.weights.pieces import ParameterTable, identity_table
-from plimsoll.weights.read import check_dtypes, read_parameters, read_transfers
+from plimsoll.weights.read import check_dtypes, read_parameters
 from plimsoll.weights.ring import StagingRing
-from plimsoll.weights.ties import empty_on
+from plimsoll.weights.ties import broken_ties, empty_on
 
 T = TypeVar("T")
-
-_COMPARED_ELEMENTS = 2**20
-"""Of two stored tensors at a time."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -45,6 +40,10 @@ class LoadReport:
     """Elements of the full model's parameters; tied ones once."""
     files: Mapping[Path, FileIdentity]
     """What was read, as it was when it was opened."""
+    fresh: tuple[str, ...]
+    """Parameters that the checkpoint lacks: initialised from the seed."""
+    left_out: tuple[str, ...]
+    """Tensors that the checkpoint holds for another head: not read."""
 
 
 def load_sharded(
@@ -65,21 +64,24 @@ def load_sharded(
     around `model`, call `to_empty` on that one before: it pads uneven shards, and would do so at the first forward.
     A module that is no transformers model takes tensors under the names of its state_dict.
 
-    `fresh`: parameters that the checkpoint lacks and that are initialised from `seed` (a new head). `control`: ranks
-    then fail together; give it whenever there are several. `ring`: staging memory to use instead of its own.
+    `fresh`: parameters of a transformers model that the checkpoint may lack and that are then initialised from `seed`
+    (a new head). `ring`: staging memory to use instead of its own. `control`: every rank calls, and what fails on one
+    is raised on all. Without it nothing goes from rank to rank: any rank may load alone, and one that fails raises
+    alone, while the others go on to their next collective and wait there.
 
     RefusedError: names or shapes that do not match, all of them; nothing is written then. CheckpointError: a file that
     cannot be read, or changed meanwhile; what the model holds is then not to be used.
     """
     start = time.perf_counter()
+    model = uncompiled(model)
     with ExitStack() as stack:
 
         def prepare() -> tuple[WeightFiles, CheckpointTables]:
             files = source if isinstance(source, WeightFiles) else stack.enter_context(WeightFiles(source))
-            return files, _tables(model, files, fresh)
+            return files, fitting_tables(model, files, fresh)
 
         files, found = _together(control, prepare)
-        _refuse_false_ties(files, found, control)
+        _refuse_false_ties(model, files, found, control)
         num_bytes = _together(control, lambda: _fill(model, files, found, device, ring, threads, seed))
         _together(control, files.check_unchanged)
         return LoadReport(
@@ -87,36 +89,25 @@ def load_sharded(
             seconds=time.perf_counter() - start,
             num_parameters=sum(parameter.numel() for parameter in model.parameters()),
             files=dict(files.identities),
+            fresh=tuple(entry.name for entry in found.missing),
+            left_out=tuple(entry.name for entry in found.unexpected),
         )
-
-
-def same_values(
-    files: WeightFiles, first: ParameterTable, second: ParameterTable, part: int = 0, parts: int = 1
-) -> bool:
-    """Whether two parameters are stored with the same shape, dtype and bits; read in small blocks.
-
-    `part` of `parts`: look at every `parts`-th block only, so that ranks can share the work.
-    """
-    if first.shape != second.shape:
-        return False
-    for index, box in enumerate(cut_box(Box.whole(first.shape), _COMPARED_ELEMENTS)):
-        if index % parts == part:
-            one, other = (_read_block(files, table, box) for table in (first, second))
-            if one.dtype != other.dtype or not torch.equal(_bits(one), _bits(other)):
-                return False
-    return True
 
 
 def _together(control: ControlGroup | None, work: Callable[[], T]) -> T:
     return work() if control is None else control.together(work)
 
 
-def _tables(model: nn.Module, files: WeightFiles, fresh: Sequence[str]) -> CheckpointTables:
-    """RefusedError, before any memory is taken, when the files do not fit the model."""
+def fitting_tables(model: nn.Module, files: WeightFiles, fresh: Sequence[str] = ()) -> CheckpointTables:
+    """How the files make the model, which may be on the meta device; neither is touched.
+
+    RefusedError, with all causes at once: names, shapes or dtypes that do not fit.
+    """
     if isinstance(model, PreTrainedModel):
         found = checkpoint_tables(model, files.tensors)
     else:
-        found = _identity_tables(model, files.tensors)
+        # Only transformers' own modules know how to initialise what is missing.
+        found, fresh = _identity_tables(model, files.tensors), ()
     error = misfit_error(found, _source_name(files), fresh)
     if error is not None:
         raise error
@@ -126,8 +117,7 @@ def _tables(model: nn.Module, files: WeightFiles, fresh: Sequence[str]) -> Check
             "some parameters of the model are on the meta device and some are not: build it as a whole on either"
         )
     members = _members(model)
-    plain = {name: members[name] for name, table in found.tables.items() if table.conversion is None}
-    check_dtypes(transfers(found.tables, files.tensors, plain))
+    check_dtypes(found.tables, files.tensors, {name: members[name] for name in found.tables})
     return found
 
 
@@ -140,25 +130,28 @@ def _identity_tables(model: nn.Module, stored: Mapping[str, StoredTensor]) -> Ch
     tables: dict[str, ParameterTable] = {}
     missing: list[NamedShape] = []
     mismatched: list[Mismatch] = []
+    pairs: list[TiedPair] = []
     for name, *aliases in names_of.values():
         shape = tuple(members[name].shape)
-        found = next((one for one in (name, *aliases) if one in stored), None)
-        if found is None:
+        present = [one for one in (name, *aliases) if one in stored]
+        wrong = [one for one in present if stored[one].shape != shape]
+        mismatched += [Mismatch(name=one, stored=(one,), shape=shape, stored_shape=stored[one].shape) for one in wrong]
+        if not present:
             missing.append(NamedShape(name=name, shape=shape, head=False))
-        elif stored[found].shape != shape:
-            mismatched.append(Mismatch(name=name, stored=(found,), shape=shape, stored_shape=stored[found].shape))
-        else:
-            pieces = identity_table(found, shape).pieces
-            tables[name] = ParameterTable(name=name, aliases=tuple(aliases), shape=shape, pieces=pieces)
+        elif not wrong:
+            first, *others = (identity_table(one, shape) for one in present)
+            tables[name] = replace(first, name=name, aliases=tuple(aliases))
+            pairs += [TiedPair(name=other.name, kept=name, table=other) for other in others]
     unexpected = [
         NamedShape(name=name, shape=tensor.shape, head=False) for name, tensor in stored.items() if name not in members
     ]
     return CheckpointTables(
         tables=tables,
         missing=tuple(missing),
+        forgiven=(),
         unexpected=tuple(unexpected),
         mismatched=tuple(mismatched),
-        tied_pairs_to_compare=(),
+        tied_pairs_to_compare=tuple(pairs),
         stored_shapes={name: stored[name].shape for name in stored if name in members},
     )
 
@@ -167,28 +160,31 @@ def _members(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by plain name, tied ones under each of their names."""
     if isinstance(model, PreTrainedModel):
         return module_tensors(model)
-    found: dict[str, Tensor] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor):
-            found[plain_name(name)] = value
-    return found
+    state = model.state_dict(keep_vars=True)
+    return {plain_name(name): value for name, value in state.items() if isinstance(value, Tensor)}
 
 
-def _refuse_false_ties(files: WeightFiles, found: CheckpointTables, control: ControlGroup | None) -> None:
+def _refuse_false_ties(
+    model: nn.Module, files: WeightFiles, found: CheckpointTables, control: ControlGroup | None
+) -> None:
     """Two names of one parameter may both be stored, but only with the same values."""
     part, parts = (0, 1) if control is None else (control.rank, control.ranks)
 
     def differing() -> list[str]:
-        return [
-            f"{pair.name} and {pair.kept} are one parameter of the model and differ in {_source_name(files)}: untie "
-            "the model (plimsoll.weights.untie) before it is sharded, or set its tie_word_embeddings to false"
-            for pair in found.tied_pairs_to_compare
-            if not same_values(files, pair.table, found.tables[pair.kept], part, parts)
-        ]
+        if not found.tied_pairs_to_compare:
+            return []
+        return [pair.name for pair in broken_ties(files, found, _members(model), part=part, parts=parts)]
 
     own = _together(control, differing)
     every = [own] if control is None else control.gather(own)
-    if causes := sorted({cause for causes in every for cause in causes}):
+    broken = {name for names in every for name in names}
+    causes = [
+        f"{pair.name} and {pair.kept} are one parameter of the model and differ in {_source_name(files)}: untie the "
+        "model (plimsoll.weights.untie) before it is sharded, or set its tie_word_embeddings to false"
+        for pair in found.tied_pairs_to_compare
+        if pair.name in broken
+    ]
+    if causes:
         raise RefusedError(causes)
 
 
@@ -212,9 +208,7 @@ def _fill(
     if isinstance(model, PreTrainedModel):
         rebuild_buffers(model, device)
         # Whatever else was missing has been refused.
-        init_fresh(model, [entry.name for entry in found.missing], seed)
-    else:
-        assert not found.missing, "only transformers knows how to initialise a parameter"
+        init_fresh(model, [*(entry.name for entry in found.missing), *found.forgiven], seed)
     assert _ties(model) == ties, "loading lost or made a tie"
     return num_bytes
 
@@ -223,18 +217,20 @@ def _make_memory(model: nn.Module, device: torch.device) -> None:
     """For a model on the meta device; what it holds elsewhere stays as it is."""
     if not any(parameter.is_meta for parameter in model.parameters()):
         return
-    kept = [(name, buffer) for name, buffer in model.named_buffers(remove_duplicate=False) if not buffer.is_meta]
-    lost = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in model.state_dict()]
+    persistent = {plain_name(name) for name in model.state_dict()}
+    buffers = list(model.named_buffers(remove_duplicate=False))
+    lost = [plain_name(name) for name, buffer in buffers if buffer.is_meta and plain_name(name) not in persistent]
     if lost and not isinstance(model, PreTrainedModel):
         raise RefusedError(
             f"{', '.join(lost)}: no checkpoint holds this buffer, and on the meta device it has no value; build the "
             "module's buffers on a real device"
         )
     empty_on(model, device)
-    for name, buffer in kept:
-        owner, _, leaf = name.rpartition(".")
-        persistent = name in model.state_dict()
-        model.get_submodule(owner).register_buffer(leaf, buffer.to(device), persistent=persistent)
+    for name, buffer in buffers:
+        if not buffer.is_meta:
+            owner, _, leaf = name.rpartition(".")
+            stays = plain_name(name) in persistent
+            model.get_submodule(owner).register_buffer(leaf, buffer.to(device), persistent=stays)
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -252,18 +248,6 @@ def _ties(model: nn.Module) -> set[tuple[str, ...]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
     return {tuple(names) for names in groups.values()}
-
-
-def _read_block(files: WeightFiles, table: ParameterTable, box: Box) -> Tensor:
-    assert table.conversion is None, f"{table.name} is tied and stored in a form of its own"
-    block = torch.empty(box.shape, dtype=files.tensors[table.pieces[0].stored].dtype)
-    part = LocalBox(full=box, local=Box.whole(box.shape))
-    read_transfers(files, part_transfers(table, files.tensors, part, block), threads=1)
-    return block
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)  # NaN is not equal to itself
 
 
 def _source_name(files: WeightFiles) -> str:

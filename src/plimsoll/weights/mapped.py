@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from plimsoll.errors import RunError
+from plimsoll.weights.registered import count_registered
 
 _READ_ONLY = 8
 """cudaHostRegisterReadOnly. Only shared maps that are read-only can be registered with it."""
@@ -46,9 +47,11 @@ class MappedFile:
             raise RegistrationRefusedError(
                 f"CUDA does not register a map of a file of {num_bytes} bytes (cudaError {code})"
             )
+        count_registered(pointer, num_bytes)
         try:
             yield
         finally:
+            count_registered(pointer, 0)
             with torch.cuda.device(device):
                 torch.cuda.synchronize()
                 runtime.cudaHostUnregister(pointer)

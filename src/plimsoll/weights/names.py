@@ -7,7 +7,7 @@ from itertools import chain
 from math import prod
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from plimsoll.errors import RefusedError
@@ -48,19 +48,25 @@ __all__ = [
     "module_tensors",
     "plain_name",
     "sources_of",
+    "uncompiled",
 ]
 
 _log = logging.getLogger(__name__)
 
 
 def plain_name(name: str) -> str:
-    """Without what activation checkpointing puts in between."""
-    return name.replace("_checkpoint_wrapped_module.", "")
+    """Without what activation checkpointing and `torch.compile` put in between."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The module itself where `torch.compile` has wrapped the whole of it."""
+    return dict(model.named_children()).get("_orig_mod", model)
 
 
 def module_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """Parameters and persistent buffers by plain name, tied ones under each of their names; full shapes."""
-    persistent = model.state_dict().keys()  # its keys are plain: the checkpoint wrapper takes its own part out
+    persistent = {plain_name(name) for name in model.state_dict()}
     every = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     return {plain: tensor for name, tensor in every if (plain := plain_name(name)) in persistent}
 
@@ -88,12 +94,13 @@ def checkpoint_tables(model: PreTrainedModel, stored: Mapping[str, StoredShape])
                 found[name] = made
             else:
                 mismatched.append(_mismatch(name, group, made, members[name]))
-    missing = _missing(model, members, {*found, *(entry.name for entry in mismatched)}, ties)
+    missing, forgiven = _missing(model, members, {*found, *(entry.name for entry in mismatched)}, ties)
     tables, pairs = _join_ties(model, found, ties)
     used = {name for table in (*tables.values(), *(pair.table for pair in pairs)) for name in sources_of(table)}
     return CheckpointTables(
         tables=tables,
         missing=missing,
+        forgiven=forgiven,
         unexpected=tuple(unexpected),
         mismatched=tuple(mismatched),
         tied_pairs_to_compare=pairs,
@@ -192,17 +199,17 @@ def _missing(
     members: Mapping[str, Tensor],
     present: Collection[str],
     ties: Mapping[str, tuple[str, ...]],
-) -> tuple[NamedShape, ...]:
-    forgiven = forgiven_missing(model)
-    names = [
-        name
-        for name in members
-        if not any(other in present for other in ties[name]) and (forgiven is None or forgiven.search(name) is None)
-    ]
-    return tuple(
+) -> tuple[tuple[NamedShape, ...], tuple[str, ...]]:
+    """What the checkpoint lacks and must not, and what it may."""
+    pattern = forgiven_missing(model)
+    absent = sorted((name for name in members if not any(other in present for other in ties[name])), key=natural_key)
+    forgiven = tuple(name for name in absent if pattern is not None and pattern.search(name))
+    missing = tuple(
         NamedShape(name=name, shape=tuple(members[name].shape), head=_is_head(model, name))
-        for name in sorted(names, key=natural_key)
+        for name in absent
+        if name not in forgiven
     )
+    return missing, forgiven
 
 
 def _join_ties(

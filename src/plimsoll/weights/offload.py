@@ -60,6 +60,8 @@ class Offloader:
         assert sizes == self._sizes, f"region {name} of the arena was laid out for other tensors"
         assert all(storage.resizable() for storage in self._storages), f"{name}: a storage that cannot be freed"
         self._away = [False] * len(self._storages)
+        self._stored = False
+        """The arena has a value for every byte. Not whether it is the newest: that is for the caller to know."""
         self._device = arena.device
         self._side = torch.cuda.Stream(arena.device) if arena.device.type == "cuda" else None
 
@@ -85,10 +87,22 @@ class Offloader:
         with self._copying():
             for i in here:
                 self._region[i].copy_(_bytes(self._storages[i]), non_blocking=True)
+        self._stored = True
         for i in here:
             self._away[i] = True
             self._storages[i].resize_(0)
         return self._moved(here, start)
+
+    def drop(self) -> None:
+        """Free the device memory and copy nothing: for tensors that nobody has changed since `onload`.
+
+        Nothing to do when they are not on the device.
+        """
+        assert self._stored, "dropped before the arena had the values"
+        self._check_storages()
+        for i, storage in enumerate(self._storages):
+            self._away[i] = True
+            storage.resize_(0)
 
     @torch.no_grad()
     def onload(self) -> Moved:
@@ -97,7 +111,9 @@ class Offloader:
         All or nothing: when the device has no room, it is as before, and everything is still in the arena.
         """
         start = time.perf_counter()
+        self._check_storages()
         away = [i for i, is_away in enumerate(self._away) if is_away]
+        assert self._stored or not away, "the arena has no values: a capture failed half-way"
         try:
             for i in away:
                 self._storages[i].resize_(self._sizes[i])
@@ -118,11 +134,13 @@ class Offloader:
         """Take the values of `sources` (one for each tensor of this offloader, local shapes alike, any dtype) into the
         arena, cast to the own dtypes; the sources stay as they are. The own tensors hold them after `onload`.
 
-        What the own tensors hold now is given up: their memory is freed first.
+        What the own tensors hold now is given up: their memory is freed first. After an error there are no values, and
+        another capture is needed.
         """
         start = time.perf_counter()
         self._check_storages()
         assert len(sources) == len(self._tensors), "one source for each tensor"
+        self._stored = False
         for i, storage in enumerate(self._storages):
             self._away[i] = True
             storage.resize_(0)
@@ -134,12 +152,21 @@ class Offloader:
                 offset = memory.storage_offset() + tensor.storage_offset()
                 target = memory.as_strided(tensor.shape, tensor.stride(), offset)
                 _cast(_local(source), target)
+        self._stored = True
         return self._moved(range(len(self._storages)), start)
 
+    def close(self) -> None:
+        """Let go of the arena, so that closing it gives its memory back. What is not on the device is lost."""
+        self._region = ()
+        self._stored = False
+
     def _check_storages(self) -> None:
+        assert len(self._region) == len(self._storages), "an offloader is used after it was closed"
         now = storages_of(self._tensors)
         same = len(now) == len(self._storages) and all(a is b for a, b in zip(now, self._storages, strict=True))
         assert same, "a tensor has another storage than when its offloader was made"
+        # `numpy()` and DLPack take the right to resize from a storage for good.
+        assert all(storage.resizable() for storage in self._storages), "a storage that cannot be freed any more"
 
     @contextmanager
     def _copying(self) -> Generator[None]:

@@ -8,6 +8,7 @@ chunk of a file ─▶ (a) into the tensor's own memory          CPU, same dtype
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import groupby
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from plimsoll.errors import CheckpointError, RefusedError
 from plimsoll.weights.box import Box
+from plimsoll.weights.checkpoint_tables import NAMES_SHOWN
 from plimsoll.weights.files import StoredTensor, WeightFiles
 from plimsoll.weights.host_bytes import host_bytes
 from plimsoll.weights.layout import Transfer, byte_runs, cut_box, local_boxes, local_tensor, run_dim, transfers
@@ -86,11 +88,11 @@ def read_parameters(
     for name, tensor in targets.items():
         if tables[name].conversion is None:
             by_device.setdefault(tensor.device, {})[name] = tensor
-    wanted = {device: transfers(tables, files.tensors, tensors) for device, tensors in by_device.items()}
-    check_dtypes(transfer for found in wanted.values() for transfer in found)
-    num_bytes = sum(
-        read_transfers(files, found, ring=ring, threads=threads, source=source) for found in wanted.values()
-    )
+    check_dtypes(tables, files.tensors, targets)
+    num_bytes = 0
+    for tensors in by_device.values():
+        wanted = transfers(tables, files.tensors, tensors)
+        num_bytes += read_transfers(files, wanted, ring=ring, threads=threads, source=source)
     for name, tensor in targets.items():
         if tables[name].conversion is not None:
             num_bytes += _read_converted(files, tables[name], tensor, threads)
@@ -107,9 +109,9 @@ def read_transfers(
 ) -> int:
     """Carry out transfers, all to tensors of one device; returns the bytes read. See `read_parameters`.
 
-    `ring` None: one of its own, given back at the end. `threads` None: 4, on CUDA 8.
+    `ring` None: one of its own, given back at the end. `threads` None: 4, on CUDA 8. Dtypes are those that
+    `check_dtypes` lets pass.
     """
-    check_dtypes(wanted)
     devices = {transfer.target.device for transfer in wanted}
     assert len(devices) <= 1, f"targets on several devices: {devices}"
     if not devices:
@@ -149,17 +151,21 @@ def read_whole(files: WeightFiles, name: str, *, threads: int | None = None) -> 
     return tensor
 
 
-def check_dtypes(wanted: Iterable[Transfer]) -> None:
-    """RefusedError when a tensor is stored in a dtype that is not cast to the target's."""
+def check_dtypes(
+    tables: Mapping[str, ParameterTable], stored: Mapping[str, StoredTensor], targets: Mapping[str, Tensor]
+) -> None:
+    """RefusedError, the same on every rank, when a tensor is stored in a dtype that is not cast to the target's."""
     wrong = {
-        f"{transfer.stored.name} is stored as {transfer.stored.dtype} and wanted as {transfer.target.dtype}: only "
-        "floating-point numbers of 16 bits or more are cast"
-        for transfer in wanted
-        if transfer.stored.dtype != transfer.target.dtype
-        and not {transfer.stored.dtype, transfer.target.dtype} <= _FLOATS
+        f"{piece.stored} is stored as {own} in {stored[piece.stored].path} and wanted as {target.dtype}: only "
+        "floating-point numbers of 16 bits or more are cast (quantized weights are not read)"
+        for name, target in targets.items()
+        for piece in tables[name].pieces
+        if (own := stored[piece.stored].dtype) != target.dtype and not {own, target.dtype} <= _FLOATS
     }
     if wrong:
-        raise RefusedError(sorted(wrong))
+        shown = sorted(wrong)[:NAMES_SHOWN]
+        more = len(wrong) - len(shown)
+        raise RefusedError(shown if not more else [*shown, f"and {more} more tensors of such a dtype"])
 
 
 class _Fetch(Protocol):
@@ -281,22 +287,17 @@ class _Work:
     def __init__(self, chunks: Iterator[_Chunk]) -> None:
         self._chunks = chunks
         self._lock = threading.Lock()
-        self._failure: BaseException | None = None
+        self._stopped = False
         self.num_bytes = 0
 
     def take(self) -> _Chunk | None:
         with self._lock:
-            chunk = None if self._failure else next(self._chunks, None)
+            chunk = None if self._stopped else next(self._chunks, None)
             self.num_bytes += chunk.num_bytes if chunk else 0
             return chunk
 
-    def fail(self, error: BaseException) -> None:
-        with self._lock:
-            self._failure = self._failure or error
-
-    def check(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+    def stop(self) -> None:
+        self._stopped = True
 
 
 def _run(chunks: Iterator[_Chunk], fetch: _Fetch, ring: StagingRing, device: torch.device, threads: int) -> int:
@@ -305,28 +306,28 @@ def _run(chunks: Iterator[_Chunk], fetch: _Fetch, ring: StagingRing, device: tor
     readers = [
         _CudaReader(fetch, ring, device) if device.type == "cuda" else _CpuReader(fetch, ring) for _ in range(threads)
     ]
-    running = [
-        threading.Thread(target=_read_chunks, args=(work, reader, device), name=f"weights-reader-{index}", daemon=True)
-        for index, reader in enumerate(readers)
-    ]
-    for thread in running:
-        thread.start()
-    for thread in running:
-        thread.join()
-    work.check()
+    inference = torch.is_inference_mode_enabled()  # a tensor that was made in this mode is written in it only
+    with ThreadPoolExecutor(threads, thread_name_prefix="weights-reader") as pool:
+        try:
+            for running in [pool.submit(_read_chunks, work, reader, device, inference) for reader in readers]:
+                running.result()
+        finally:
+            work.stop()  # after an interrupt of this thread no reader goes on behind its back: the pool waits for them
     return work.num_bytes
 
 
-def _read_chunks(work: _Work, reader: _CpuReader | _CudaReader, device: torch.device) -> None:
+def _read_chunks(work: _Work, reader: _CpuReader | _CudaReader, device: torch.device, inference: bool) -> None:
     try:
         with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(inference))
             if device.type == "cuda":
                 stack.enter_context(torch.cuda.device(device))
             stack.callback(reader.finish)
             while (chunk := work.take()) is not None:
                 reader.read(chunk)
-    except BaseException as error:  # raised by `check` in the thread that waits for this one
-        work.fail(error)
+    except BaseException:
+        work.stop()
+        raise
 
 
 def _chunks(
@@ -336,9 +337,11 @@ def _chunks(
     for transfer in wanted:
         stored, box = transfer.stored, transfer.stored_box
         into = transfer.target_as_stored
-        direct = direct_bytes is not None and _Chunk(stored, box, box, into).direct
-        limit = direct_bytes if direct and direct_bytes else limit_bytes
-        for part in cut_box(_with_rows_around(stored, box, short_run), limit // stored.dtype.itemsize):
+        around = _with_rows_around(stored, box, short_run)
+        limit = limit_bytes
+        if direct_bytes is not None and _Chunk(stored, around, box, into).direct:
+            limit = direct_bytes
+        for part in cut_box(around, limit // stored.dtype.itemsize):
             kept = part.intersect(box)
             if kept is not None:
                 yield _Chunk(stored, part, kept, into[kept.within(box).slices])

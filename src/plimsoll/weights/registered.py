@@ -25,6 +25,22 @@ _TOUCH_BYTES = 64 * 2**20  # by one thread at a time
 
 _maps: "weakref.WeakSet[mmap.mmap]" = weakref.WeakSet()
 
+_registered: dict[int, int] = {}
+"""First byte of what is registered with CUDA → bytes. Without a lock: a finalizer may come while anybody holds it."""
+
+
+def registered_bytes() -> int:
+    """Host memory that is registered with CUDA by this package in this process. torch's own counters do not see it."""
+    return sum(list(_registered.values()))
+
+
+def count_registered(pointer: int, num_bytes: int) -> None:
+    """From now on `num_bytes` at `pointer` are in `registered_bytes`; 0: no longer."""
+    if num_bytes:
+        _registered[pointer] = num_bytes
+    else:
+        _registered.pop(pointer, None)
+
 
 class HostBuffer:
     """Bytes on the host, zeros at first, rounded up to a page and no further.
@@ -42,6 +58,8 @@ class HostBuffer:
         except OSError as error:
             raise RunError(f"{num_bytes} bytes of host memory could not be mapped: {error}") from error
         memory.madvise(mmap.MADV_DONTFORK)
+        with contextlib.suppress(OSError):  # advice; a kernel may be built without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
         _maps.add(memory)
         # The tensor holds the map, not the other way round: the map goes with its last view, so that a view that is
         # used after `close` reads memory that is still there. (Closing the map itself would pull it from under them.)
@@ -114,11 +132,13 @@ def _register(pointer: int, num_bytes: int, device: torch.device) -> None:
                 f"{num_bytes / 2**20:.0f} MiB of host memory could not be registered with CUDA ({error}): the host or "
                 "its container has too little memory, or its limit of locked memory is lower (ulimit -l)"
             ) from error
+    count_registered(pointer, num_bytes)
 
 
 def _unregister(pointer: int, device: torch.device, owner: int) -> None:
     if os.getpid() != owner:  # a forked child: the map is not there, and CUDA must not be used
         return
+    count_registered(pointer, 0)
     runtime = cast("Any", torch.cuda.cudart())
     # A device that failed cannot be waited for, nor does it copy any more: the failure was raised where it happened.
     with contextlib.suppress(RuntimeError), torch.cuda.device(device):

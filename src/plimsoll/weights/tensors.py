@@ -7,7 +7,7 @@ length of the header, a JSON header {name: {dtype, shape, data_offsets}}, then t
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar
 
@@ -53,6 +53,13 @@ class TensorSpec:
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
+def in_dtype(spec: TensorSpec, dtype: torch.dtype) -> TensorSpec:
+    """The same tensor in another floating-point dtype; integers and booleans (masks, index buffers) stay."""
+    if not spec.dtype.is_floating_point or spec.dtype == dtype:
+        return spec
+    return replace(spec, dtype=dtype, read=lambda: spec.read().to(dtype))
+
+
 class Described(Protocol):
     """What the header says about a tensor."""
 
@@ -94,6 +101,39 @@ def header_of(tensors: Iterable[D]) -> tuple[bytes, list[tuple[D, int]], int]:
     data = 8 + len(text)
     placed = [(tensor, data + start) for tensor, start in zip(ordered, offsets, strict=True)]
     return len(text).to_bytes(8, "little") + text, placed, data + offset
+
+
+def cut_by_size(tensors: Iterable[D], max_file_bytes: float) -> list[list[D]]:
+    """Tensors, in the order given, in files of at most so many bytes; a larger one has a file of its own."""
+    files: list[list[D]] = [[]]
+    used = 0
+    for tensor in tensors:
+        if files[-1] and used + tensor.num_bytes > max_file_bytes:
+            files.append([])
+            used = 0
+        files[-1].append(tensor)
+        used += tensor.num_bytes
+    return files
+
+
+def file_names(stem: str, count: int) -> list[str]:
+    """stem.safetensors, or of several stem-0000i-of-0000n.safetensors."""
+    if count == 1:
+        return [f"{stem}.safetensors"]
+    return [f"{stem}-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+
+
+def index_name(stem: str = "model") -> str:
+    """Name of the file that `index_text` belongs into."""
+    return f"{stem}.safetensors.index.json"
+
+
+def index_text(files: Mapping[str, Iterable[Described]]) -> str:
+    """The index of several files as JSON text: which tensor is in which file. `files`: by name, what they hold."""
+    file_of = {tensor.name: name for name, tensors in files.items() for tensor in tensors}
+    total = sum(tensor.num_bytes for tensors in files.values() for tensor in tensors)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
+    return json.dumps(index, indent=2) + "\n"
 
 
 def write_specs(path: Path, specs: Sequence[TensorSpec]) -> int:

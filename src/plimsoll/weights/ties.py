@@ -1,22 +1,24 @@
 """Tied weights: one parameter under two names, usually the embedding and the head."""
 
-import os
-from collections.abc import Iterator, Mapping
-from math import prod
+from collections.abc import Mapping
+from contextlib import closing
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from plimsoll.errors import CheckpointError, RefusedError
+from plimsoll.errors import RefusedError
 from plimsoll.weights.box import Box
-from plimsoll.weights.checkpoint_tables import CheckpointTables, TiedPair
-from plimsoll.weights.files import StoredTensor, WeightFiles
+from plimsoll.weights.checkpoint_tables import NAMES_SHOWN, CheckpointTables, TiedPair
+from plimsoll.weights.files import WeightFiles
 from plimsoll.weights.hf_names import declared_ties
+from plimsoll.weights.layout import LocalBox, cut_box, part_transfers
 from plimsoll.weights.pieces import ParameterTable
+from plimsoll.weights.read import read_transfers
+from plimsoll.weights.ring import StagingRing
 
-_BLOCK_BYTES = 4 * 1024**2
-"""Read at a time of each of two tensors that are compared."""
+_COMPARED_ELEMENTS = 2**20
+"""Of two stored tensors at a time."""
 
 
 def tied_names(model: PreTrainedModel, members: Mapping[str, Tensor]) -> dict[str, tuple[str, ...]]:
@@ -61,43 +63,38 @@ def empty_on(model: nn.Module, device: torch.device) -> None:
             model.get_submodule(owner).register_parameter(leaf, shared)
 
 
-def broken_ties(model: PreTrainedModel, found: CheckpointTables, files: WeightFiles) -> list[str]:
-    """Names to `untie`: stored beside the name that the config ties them to, and with other values.
+def broken_ties(
+    files: WeightFiles, found: CheckpointTables, members: Mapping[str, Tensor], *, part: int = 0, parts: int = 1
+) -> list[TiedPair]:
+    """Of names that are one tensor in the model and two in the files, those whose stored values differ.
 
-    The files decide, as in `from_pretrained`: a config may say tied where training has parted the two. Compared in the
-    model's dtype, 8 MiB in memory at a time. RefusedError where neither is stored as it is.
+    Compared as the model would hold them, in its dtype, in small blocks: `from_pretrained` keeps or parts them by the
+    same rule, whatever the config says. `members`: the model's tensors by name. `part` of `parts`: look at every
+    `parts`-th block only, so that ranks can share the work. RefusedError where one is made by a conversion that is no
+    table.
     """
-    return [pair.name for pair in found.tied_pairs_to_compare if not _are_equal(model, found, pair, files)]
+    # Its memory is taken only where something has to be cast.
+    with closing(StagingRing(buffer_bytes=_COMPARED_ELEMENTS * 8, num_buffers=1)) as ring:
+
+        def equal(pair: TiedPair) -> bool:
+            kept, dtype = found.tables[pair.kept], members[pair.kept].dtype
+            boxes = list(cut_box(Box.whole(kept.shape), _COMPARED_ELEMENTS))[part::parts]
+            return all(
+                torch.equal(*(_block(files, table, box, dtype, ring) for table in (kept, pair.table))) for box in boxes
+            )
+
+        return [pair for pair in found.tied_pairs_to_compare if not equal(pair)]
 
 
-def _are_equal(model: PreTrainedModel, found: CheckpointTables, pair: TiedPair, files: WeightFiles) -> bool:
-    kept, own = (files.tensors[_stored_whole(table)] for table in (found.tables[pair.kept], pair.table))
-    dtype = model.get_parameter(pair.name).dtype
-    blocks = zip(_blocks(files, kept), _blocks(files, own), strict=True)
-    return all(torch.equal(a.to(dtype), b.to(dtype)) for a, b in blocks)
-
-
-def _stored_whole(table: ParameterTable) -> str:
-    whole = Box.whole(table.shape)
-    first = table.pieces[0] if table.pieces else None
-    if first is None or first.stored_box != whole or first.dims != tuple(range(len(whole.shape))):
+def _block(files: WeightFiles, table: ParameterTable, box: Box, dtype: torch.dtype, ring: StagingRing) -> Tensor:
+    """A part of a parameter."""
+    if table.conversion is not None:
         raise RefusedError(
-            f"{table.name} is tied by the config and stored under two names by way of a conversion: whether the tie"
-            " holds is not known; set tie_word_embeddings to false in its config.json"
+            f"{table.name} is tied by the config and stored under two names, and transformers computes it from "
+            f"{', '.join(table.conversion.stored[:NAMES_SHOWN])}: whether the tie holds is not known; set "
+            "tie_word_embeddings to false in its config.json"
         )
-    return first.stored
-
-
-def _blocks(files: WeightFiles, stored: StoredTensor) -> Iterator[Tensor]:
-    """The elements in order, flat, as many at a time for every dtype."""
-    descriptor = files.descriptor(stored.path)
-    size, remaining = stored.dtype.itemsize, prod(stored.shape)
-    position = stored.offset
-    while remaining:
-        count = min(remaining, _BLOCK_BYTES // 8)
-        data = os.pread(descriptor, count * size, position)
-        if len(data) != count * size:
-            raise CheckpointError(f"{stored.path} ended within {stored.name}")
-        yield torch.frombuffer(bytearray(data), dtype=stored.dtype)
-        position += len(data)
-        remaining -= count
+    block = torch.empty(box.shape, dtype=dtype)
+    part = LocalBox(full=box, local=Box.whole(box.shape))
+    read_transfers(files, part_transfers(table, files.tensors, part, block), ring=ring, threads=1)
+    return block

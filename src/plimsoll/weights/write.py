@@ -8,6 +8,7 @@ the staging buffers.
 """
 
 import errno
+import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -20,15 +21,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from plimsoll.errors import CheckpointError
+from plimsoll.errors import CheckpointError, RefusedError
 from plimsoll.weights.box import Box
 from plimsoll.weights.control import ControlGroup
-from plimsoll.weights.file_layout import FileLayout, LaidOut, Outgoing, index_name, index_of, lay_out, whole
+from plimsoll.weights.file_layout import FileLayout, LaidOut, Outgoing, index_of, lay_out, whole
 from plimsoll.weights.host_bytes import host_bytes
 from plimsoll.weights.layout import cut_box, local_boxes, replica_index, runs
 from plimsoll.weights.pieces import Piece
 from plimsoll.weights.publish import saying_why
 from plimsoll.weights.ring import StagingRing
+from plimsoll.weights.tensors import index_name
 
 __all__ = [
     "BUDGET_BYTES",
@@ -101,6 +103,8 @@ def write_laid_out(
     `shown`: named in errors in place of the folder. Raises the same error on every rank, CheckpointError where the
     system refused something; the files are then not to be used.
     """
+    chunk_bytes = budget_bytes // threads if ring is None else ring.buffer_bytes
+    _check_alike(control, layouts, chunk_bytes)
 
     def create() -> None:
         with saying_why(shown or folder):
@@ -124,6 +128,20 @@ def write_laid_out(
 
     control.together(create)
     return control.together(write)
+
+
+def _check_alike(control: ControlGroup, layouts: Sequence[FileLayout], chunk_bytes: int) -> None:
+    sizes = control.gather(chunk_bytes)
+    if len(set(sizes)) > 1:
+        raise RefusedError(f"ranks have staging buffers of {sizes} bytes; give all the same budget_bytes and threads")
+    assert len(set(control.gather(_plan_of(layouts, chunk_bytes)))) == 1, "ranks lay out different files"
+
+
+def _plan_of(layouts: Sequence[FileLayout], chunk_bytes: int) -> str:
+    digest = hashlib.sha256(str(chunk_bytes).encode())
+    for layout in layouts:
+        digest.update(layout.name.encode() + layout.header)
+    return digest.hexdigest()
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -180,6 +198,8 @@ class ShardWriter:
         self._paths = [folder / layout.name for layout in layouts]
         self._ring = ring
         self._buffer_bytes = budget_bytes // threads if ring is None else ring.buffer_bytes
+        self.plan = _plan_of(layouts, self._buffer_bytes)
+        """Equal on all ranks. If not, they cut what they share differently: bytes are written twice, or by nobody."""
         self._threads = threads
         self._sync = sync
         self._chunks = list(_chunks_of(layouts, rank, ranks, self._buffer_bytes))
@@ -204,9 +224,10 @@ class ShardWriter:
         """Write all of it and wait until it is on disk. Raises nothing: `check` does."""
         try:
             with ExitStack() as stack:
-                descriptors = {file: os.open(self._paths[file], os.O_WRONLY | os.O_CLOEXEC) for file in self._files}
-                for descriptor in descriptors.values():
-                    stack.callback(os.close, descriptor)
+                descriptors: dict[int, int] = {}
+                for file in self._files:
+                    descriptors[file] = os.open(self._paths[file], os.O_WRONLY | os.O_CLOEXEC)
+                    stack.callback(os.close, descriptors[file])
                 ring = self._ring
                 if ring is None and not all(chunk.direct for chunk in self._chunks):
                     device = self._device or torch.device("cpu")

@@ -19,6 +19,7 @@ class Writer:
 
     def __init__(self, folder: Path, *, held: bool = False, fails: bool = False) -> None:
         self.tensors_read = threading.Event()
+        self.plan = "the same on every rank"
         self.may_read, self.may_write = threading.Event(), threading.Event()
         if not held:
             self.may_read.set()
@@ -165,6 +166,27 @@ def test_a_dropped_save_stops_its_writer_and_leaves_nothing(saves: Saves) -> Non
     assert saves.names() == []
     assert not writer.path.exists()
     saves.saver.abort()
+
+
+def test_a_run_that_has_failed_still_publishes_what_it_was_writing(saves: Saves) -> None:
+    assert saves.saver.salvage() is None
+    saves.save(2, background=False)
+    saves.save(4)
+
+    assert "step 4" in str(saves.saver.salvage())
+    assert saves.store.complete_steps() == [2, 4]
+    assert saves.saver.saving is None
+
+
+def test_a_save_that_fails_too_is_said_and_does_not_hide_why_the_run_has_failed(saves: Saves) -> None:
+    saves.save(2, background=False)
+    saves.save(4, fails=True)
+
+    said = saves.saver.salvage()  # raises nothing
+
+    for fact in ("step 4", "No space left on device", "step 2 is kept", "checkpoint.keep"):
+        assert fact in str(said)
+    assert saves.names() == ["step_2"]
 
 
 def test_an_interrupt_while_it_waits_stops_the_writer_and_stays_an_interrupt(

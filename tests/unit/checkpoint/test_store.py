@@ -234,6 +234,22 @@ def test_too_little_space_is_refused_before_anything_is_written(tmp_path: Path) 
     store.save(1, writer("x"), estimate_bytes=1 << 20)
 
 
+def test_what_a_killed_save_has_left_is_not_what_lacks_for_the_next(tmp_path: Path, said: list[str]) -> None:
+    left = tmp_path / ".step_4.tmp-123"
+
+    def free(folder: Path) -> int:
+        return 1 << 20 if left.exists() else 3 << 20
+
+    store = CheckpointStore(tmp_path, keep=1, say=said.append, free=free)
+    left.mkdir()
+    store.check_space(2 << 20)  # a run that is resumed
+    assert not left.exists()
+    left.mkdir()
+    store.save(4, writer("four"), estimate_bytes=2 << 20)
+    assert names(tmp_path) == ["step_4"]
+    assert len(said) == 2
+
+
 def test_free_space_is_read_where_the_folder_will_be(tmp_path: Path) -> None:
     CheckpointStore(tmp_path / "not" / "yet", keep=None).check_space(1)
 

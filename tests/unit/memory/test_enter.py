@@ -35,8 +35,15 @@ class Bench:
         self.path = folder / "memory.jsonl"
         self.device = device
         self.residents: list[Resident] = []
+        self.registered = 0
         self.memory = Memory(
-            self.path, rank=0, device=device, residents=self._listed, interval=0.001, host=host or HostReader()
+            self.path,
+            rank=0,
+            device=device,
+            residents=self._listed,
+            interval=0.001,
+            host=host or HostReader(),
+            registered=lambda: self.registered,
         )
 
     def _listed(self) -> Sequence[Resident]:
@@ -124,9 +131,37 @@ def test_device_peaks_belong_to_their_phase(gpu: Bench) -> None:
         gpu.device.allocate(GIB)
         gpu.device.free(GIB)
     logprob, update = gpu.rows()
+    assert logprob["residents"] == {"actor_parameters": 4 * GIB, "arena": 9 * GIB}
+    assert logprob["on_host"] == ["arena"]
     assert (logprob["device_allocated_peak"], logprob["device_reserved_peak"]) == (35 * GIB, 35 * GIB)
     assert (logprob["fragmentation"], logprob["unattributed"]) == (30 * GIB, GIB)
     assert (update["device_allocated_peak"], update["fragmentation"]) == (6 * GIB, GIB)
+
+
+@pytest.mark.parametrize("phase", [Phase.LOAD, Phase.SYNC, Phase.SAVE, Phase.EXPORT])
+def test_pinned_memory_is_back_at_its_start_when_weights_have_moved(gpu: Bench, phase: Phase) -> None:
+    """torch's host allocator keeps what is freed; what is registered beside it counts as long as it is there."""
+    assert gpu.device is not None
+    with gpu.memory.enter(Phase.ROLLOUT):
+        gpu.device.pin(100)
+    with gpu.memory.enter(phase):
+        gpu.device.pin(33 * MIB)
+        gpu.registered += 5
+        gpu.device.unpin()
+    with gpu.memory.enter(phase):
+        gpu.registered -= 5
+    assert gpu.device.pinned_cached == 0
+    start, during, end = (row["host_pinned"] for row in gpu.rows())
+    assert (start, during, end) == (128, 5, 0)
+
+
+def test_pinned_memory_that_is_in_use_or_left_by_a_phase_of_other_work_is_counted(gpu: Bench) -> None:
+    assert gpu.device is not None
+    with gpu.memory.enter(Phase.LOAD):
+        gpu.device.pin(3 * MIB)
+    with gpu.memory.enter(Phase.UPDATE):
+        gpu.device.unpin()
+    assert [row["host_pinned"] for row in gpu.rows()] == [4 * MIB, 4 * MIB]
 
 
 def test_the_allocator_mode_is_read_anew_every_step(gpu: Bench) -> None:

@@ -2,18 +2,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BertConfig, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, BertConfig, DeepseekV3Config, Qwen2ForCausalLM
 
 from plimsoll.errors import RefusedError
 from plimsoll.model.build import (
     build_meta,
     build_random,
     build_rollout_skeleton,
-    load_pretrained,
     model_folder,
     read_config,
 )
+from plimsoll.weights.load import load_sharded
 from tests import tiny
 
 CPU = torch.device("cpu")
@@ -24,22 +23,6 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
     assert model_folder(tmp_path / "model") == tmp_path / "model"
     with pytest.raises(RefusedError, match=r"model\.path: .* holds no config\.json"):
         model_folder(tmp_path)
-
-
-def test_missing_tensors_are_refused_by_name(tmp_path: Path) -> None:
-    tiny.llama().save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
-    del tensors["lm_head.weight"]
-    save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(RefusedError, match=r"1 missing tensor: lm_head\.weight"):
-        load_pretrained(tmp_path, torch.float32, CPU)
-
-
-def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
-    tiny.llama().config.save_pretrained(tmp_path)
-    with pytest.raises(RefusedError, match=r"holds no \*\.safetensors"):
-        load_pretrained(tmp_path, torch.float32, CPU)
 
 
 def test_a_config_without_a_causal_model_is_refused(tmp_path: Path) -> None:
@@ -105,6 +88,36 @@ def test_what_a_family_keeps_in_fp32_stays_in_fp32_and_tied(tmp_path: Path, monk
     assert dtypes == {name: parameter.dtype for name, parameter in expected.named_parameters(remove_duplicate=False)}
     assert set(dtypes.values()) == {torch.float32, torch.bfloat16}
     assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_buffer_that_a_family_keeps_in_fp32_stays_in_fp32(tmp_path: Path) -> None:
+    config = DeepseekV3Config(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=8,
+        first_k_dense_replace=1,
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    model = build_meta(tmp_path, torch.bfloat16)
+    assert model.get_buffer("model.layers.1.mlp.gate.e_score_correction_bias").dtype is torch.float32
+    load_sharded(model, tmp_path)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).state_dict()
+    made = model.state_dict()
+    assert {name: tensor.dtype for name, tensor in made.items()} == {name: t.dtype for name, t in expected.items()}
+    assert all(torch.equal(made[name], tensor) for name, tensor in expected.items())
 
 
 def test_a_family_without_the_wanted_head_is_refused(tmp_path: Path) -> None:

@@ -67,8 +67,14 @@ def ledger_row(step: int, phase: str, rank: int, *, device: bool) -> LedgerRow:
         host_pinned=3000 if device else None,
         host_available=64 * GIB,
         host_limit=128 * GIB,
-        residents={"actor_parameters": 3_000_000, "kv_cache": 5_000_000 + step, "new_thing": 400_000},
-        predicted={"actor_parameters": None, "kv_cache": 5_000_000, "new_thing": None},
+        residents={
+            "actor_parameters": 3_000_000,
+            "kv_cache": 5_000_000 + step,
+            "new_thing": 400_000,
+            "moments": 6_000_000,
+        },
+        on_host=["moments"] if device else [],
+        predicted={"actor_parameters": None, "kv_cache": 5_000_000, "new_thing": None, "moments": None},
         allocator="expandable" if device else "none",
         seconds=0.1 + 0.001 * step,
     )

@@ -82,6 +82,12 @@ def _compare_ledger(page: Page, rows: list[dict[str, Any]]) -> None:
     for name in ("actor_parameters", "kv_cache", "new_thing"):
         assert drawn[name] == [row["residents"][name] / GIB for row in rows]
     assert drawn["predicted"] == [5_000_000 / GIB] * len(rows)
+    # What is in host memory though the run is on a device is drawn there.
+    on_host = {trace["name"]: trace["y"][1:-1] for trace in page.chart("host")["traces"]}
+    assert "moments" not in drawn
+    assert on_host["moments"] == [row["residents"]["moments"] / GIB for row in rows]
+    assert on_host["other anonymous"] == [(row["host_anonymous"] - 6_000_000) / GIB for row in rows]
+    assert not {"actor_parameters", "kv_cache", "new_thing"} & on_host.keys()
     strip = {trace["meta"]["phase"] for trace in page.chart("device")["traces"] if "phase" in trace.get("meta", {})}
     assert strip == {"load", "eval", "rollout", "logprob", "update", "sync"}
 

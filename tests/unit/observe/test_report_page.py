@@ -80,6 +80,7 @@ def test_every_number_of_the_ledger_is_in_the_page_as_it_is_in_the_file(run: Pat
             assert values == [row[key] for row in mine]
         for kind in ("residents", "predicted"):
             assert {name: values[-1] for name, values in track[kind].items()} == mine[-1][kind]
+        assert track["on_host"] == ["moments"]
         for summary in track["summary"]:
             of_phase = [row for row in mine if row["phase"] == summary["phase"]]
             assert summary["rows"] == len(of_phase)

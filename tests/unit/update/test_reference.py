@@ -9,19 +9,23 @@ import torch
 from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
-from plimsoll.errors import CheckpointError
+from plimsoll.errors import CheckpointError, RunError
 from plimsoll.memory.host import HostReader
 from plimsoll.memory.resident import Place
 from plimsoll.parallel.mesh import close_process_group
-from plimsoll.parallel.tensors import full
+from plimsoll.parallel.tensors import full, local
 from plimsoll.plane.local import LocalPlane
 from plimsoll.types import TrainBatch
 from plimsoll.update.reference import KeptInFiles, Placement, choose_placement
 from plimsoll.update.worker import PolicyWorker
+from plimsoll.weights import arena
 from plimsoll.weights.files import WeightFiles
 from plimsoll.weights.mapped import RegistrationRefusedError
+from plimsoll.weights.offload import storage_sizes
 from plimsoll.weights.pieces import identity_table
+from plimsoll.weights.read import Source
 from tests import tiny
+from tests.processes import host_buffer_bytes, open_files
 from tests.ranks import run_ranks
 from tests.unit.update.support import make_batch, make_groups, make_plan, make_recipe, save
 
@@ -165,6 +169,97 @@ def test_another_folder_is_the_reference_when_it_is_named(folder: Path, tmp_path
     assert torch.equal(found[1], found[0])
 
 
+def test_nothing_is_copied_back_from_a_pass_to_the_arena(folder: Path) -> None:
+    plane = LocalPlane()
+    worker = build(folder, plane, "arena")
+    batch = make_batch(make_groups(plane))
+    first = scored(worker, plane, batch)
+    assert worker.reference is not None
+    with worker.reference.present() as frozen, torch.no_grad():
+        for parameter in frozen.lm.parameters():
+            local(parameter).fill_(7)  # which a copy back would keep
+    assert torch.equal(scored(worker, plane, batch), first)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="reads the open files from /proc")
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_closed_worker_holds_no_file_and_no_host_memory(folder: Path, placement: Placement) -> None:
+    recipe = make_recipe(
+        folder,
+        model={"dtype": "float32", "reference_placement": placement},
+        algorithm={"kl_coefficient": 0.1},
+        train={"optimizer_state": "streamed"},
+    )
+    plane = LocalPlane()
+    worker = PolicyWorker(recipe, make_plan(compute_dtype="float32"), plane)
+    scored(worker, plane, make_batch(make_groups(plane)))
+    assert len(open_files(folder)) == (placement in FROM_FILES)
+    on_host = [each.measured() for each in worker.residents() if each.place is Place.HOST]
+    assert len(on_host) == 1 + (placement == "arena")
+    before = host_buffer_bytes()
+    worker.close()
+    assert open_files(folder) == []
+    assert before - host_buffer_bytes() >= sum(on_host) > 0
+    worker.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="reads the open files from /proc")
+def test_a_worker_that_cannot_be_built_leaves_no_file_open(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_: Any, **__: Any) -> Any:
+        raise RunError("no host memory")
+
+    monkeypatch.setattr(arena, "HostBuffer", no_room)
+    with pytest.raises(RunError, match="no host memory"):
+        build(folder, LocalPlane(), "arena")
+    assert open_files(folder) == []
+
+
+@pytest.mark.parametrize("placement", FROM_FILES)
+def test_files_that_changed_before_the_first_pass_are_refused(folder: Path, placement: Placement) -> None:
+    plane = LocalPlane()
+    worker = build(folder, plane, placement)
+    rewritten(folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        scored(worker, plane, make_batch(make_groups(plane)))
+    assert held(worker) == 0
+
+
+class Watched(KeptInFiles):
+    """Says how often it read; its files may change behind what has just been read."""
+
+    num_reads = 0
+    changes_meanwhile = False
+
+    def _read(self) -> None:
+        self.num_reads += 1
+        super()._read()
+        if self.changes_meanwhile:
+            for path in self._files.identities:
+                rewritten(path)
+
+
+@pytest.mark.parametrize("meanwhile", [False, True])
+@pytest.mark.parametrize("source", ["map", "ring"])
+def test_files_are_compared_before_anything_is_read_and_once_more_afterwards(
+    folder: Path, source: Source, meanwhile: bool
+) -> None:
+    parameters = dict(tiny.qwen2(vocab=65).named_parameters())
+    with WeightFiles(folder) as files:
+        tables = {name: identity_table(name, tuple(tensor.shape)) for name, tensor in parameters.items()}
+        store = Watched(parameters, files, tables, source)
+        store.vacate()
+        store.fill()
+        store.vacate()
+        if meanwhile:
+            store.changes_meanwhile = True
+        else:
+            rewritten(folder / "model.safetensors")
+        with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+            store.fill()
+        assert store.num_reads == (2 if meanwhile else 1)
+        assert meanwhile or storage_sizes(parameters.values()) == [0] * len(parameters)  # no memory was taken for it
+
+
 class WithoutRegistration(KeptInFiles):
     """As on a device that registers no map of a file."""
 
@@ -264,13 +359,7 @@ def measure_anonymous(rank: int, ranks: int, folder: Path, placement: str) -> di
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads RssAnon from /proc")
 @pytest.mark.parametrize("placement", FROM_FILES)
-def test_anonymous_memory_returns_after_a_pass_from_files(
-    tmp_path: Path, placement: Placement, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # What glibc keeps of freed memory would be taken for ours.
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1048576")
-    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1048576")
-    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
+def test_anonymous_memory_returns_after_a_pass_from_files(tmp_path: Path, placement: Placement) -> None:
     model = tiny.qwen2(vocab=2**19)  # 64 MiB
     size = sum(parameter.nbytes for parameter in model.parameters())
     folder = save(model, tmp_path / "model")

@@ -282,3 +282,59 @@ def test_a_worker_trains_and_goes_on_from_a_checkpoint_alike_wherever_the_moment
         for one in states:
             assert one.keys() == expected.keys()
             assert all(torch.equal(one[name], expected[name]) for name in expected)
+
+
+def test_what_would_step_wrongly_is_our_mistake() -> None:
+    shared = nn.Parameter(torch.randn(4, 4))
+    with pytest.raises(AssertionError, match="under two names"):
+        StreamedAdamW({"embedding": shared, "head": shared}, SETTINGS)
+    with pytest.raises(AssertionError, match="contiguous"):
+        StreamedAdamW({"weight": nn.Parameter(torch.randn(4, 3).t())}, SETTINGS)
+    parameter = nn.Parameter(torch.randn(4, dtype=torch.bfloat16))
+    parameter.grad_dtype = torch.float32
+    parameter.grad = torch.ones(4)
+    adamw = StreamedAdamW({"weight": parameter}, SETTINGS)
+    with pytest.raises(AssertionError, match=r"gradient of weight is torch\.float32"):
+        adamw.step(1e-2)
+    assert adamw.steps_by_name() == {}
+
+
+def test_views_of_one_storage_step_as_they_do_on_the_device() -> None:
+    """Neighbours in one piece of memory, as of an engine that packs its weights."""
+
+    def halves() -> dict[str, nn.Parameter]:
+        whole = torch.arange(24.0).view(4, 6)
+        return {"first": nn.Parameter(whole[:2]), "second": nn.Parameter(whole[2:])}
+
+    mine, theirs = halves(), halves()
+    for parameters, adamw in (
+        (mine, StreamedAdamW(mine, SETTINGS, group_bytes=64)),
+        (theirs, DeviceAdamW(theirs, SETTINGS)),
+    ):
+        for number, parameter in enumerate(parameters.values()):
+            parameter.grad = torch.full_like(parameter, number + 1.0)
+        adamw.step(1e-1)
+    assert_equal_parameters(mine, theirs)
+
+
+def test_places_of_more_than_two_gib_are_counted_in_whole_numbers() -> None:
+    """Of a parameter that no memory is taken for."""
+    big = {"big": torch.empty(3 * 2**31 + 5, dtype=torch.float32, device="meta"), "small": torch.empty(3)}
+    plan = plan_stream(big, 256 * 2**20)
+    parts = [part for group in plan.groups for part in group.slices if part.name == "big"]
+    assert [part.start for part in parts[1:]] == [part.stop for part in parts[:-1]]
+    assert (parts[0].start, parts[-1].stop) == (0, 3 * 2**31 + 5)
+    assert max(part.stop - part.start for part in parts) * 8 <= 256 * 2**20
+    last = next(group for group in plan.groups if group.slices[0] is parts[-1])
+    assert [run.place[1] + run.num_bytes for run in last.runs] == [4 * (3 * 2**31 + 5)] * 2
+
+
+def test_a_closed_optimizer_holds_nothing() -> None:
+    parameters = make_parameters(torch.float32)
+    num_bytes = 2 * sum(parameter.nbytes for parameter in parameters.values())
+    for location, before in (("device", 0), ("streamed", num_bytes)):
+        optimizer = Optimizer(parameters, TrainConfig(), total_steps=4, location=cast("Any", location))
+        assert storage_bytes(optimizer.tensors()) >= before
+        optimizer.close()
+        optimizer.close()
+        assert storage_bytes(optimizer.tensors()) == 0

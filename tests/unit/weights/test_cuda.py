@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -18,8 +19,10 @@ from plimsoll.parallel.tensors import full, local
 from plimsoll.update.adamw import AdamWPlace, AdamWSettings, DeviceAdamW
 from plimsoll.update.streamed import StreamedAdamW
 from plimsoll.weights import HostArena, Offloader, StagingRing, WeightFiles, export_sharded, load_sharded
+from plimsoll.weights.box import Box
 from plimsoll.weights.names import checkpoint_tables
 from plimsoll.weights.offload import storage_sizes
+from plimsoll.weights.pieces import ParameterTable, Piece
 from plimsoll.weights.read import read_parameters
 from tests import tiny
 
@@ -99,6 +102,20 @@ def test_parameters_are_read_again_from_the_page_cache_and_through_the_ring(
         with torch.no_grad():
             read_parameters(files, tables, targets, source=source)
     assert differing(model, folder, dtype) == []
+
+
+@pytest.mark.parametrize("columns", [2048, 4096])
+def test_columns_of_a_large_matrix_come_from_the_page_cache(columns: int, tmp_path: Path) -> None:
+    """More of them than a buffer holds, in short runs, into memory of their own: read with the rest of the rows."""
+    stored = torch.randn(3000, 4096).to(torch.bfloat16)
+    save_file({"wide": stored}, tmp_path / "model.safetensors")
+    box = Box(start=(0, 4096 - columns), shape=(3000, columns))
+    piece = Piece(stored="wide", stored_box=box, target_box=Box.whole(box.shape), dims=(0, 1))
+    table = ParameterTable(name="wide", aliases=(), shape=box.shape, pieces=(piece,))
+    target = torch.zeros(box.shape, dtype=torch.bfloat16, device=DEVICE)
+    with WeightFiles(tmp_path) as files:
+        read_parameters(files, {"wide": table}, {"wide": target}, source="map")
+    assert torch.equal(target.cpu(), stored[:, 4096 - columns :])
 
 
 def test_offloading_frees_the_device_and_brings_back_every_bit(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Loading into one process: modules of any kind, ties, new heads, and what is refused before anything is written."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,12 +8,23 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BartConfig,
+    BartForConditionalGeneration,
+)
 
 from plimsoll.errors import CheckpointError, RefusedError
+from plimsoll.model.build import build_meta
+from plimsoll.weights.checkpoint_tables import CheckpointTables, TiedPair
 from plimsoll.weights.files import WeightFiles
-from plimsoll.weights.load import load_sharded, same_values
-from plimsoll.weights.pieces import identity_table
+from plimsoll.weights.load import load_sharded
+from plimsoll.weights.names import plain_name
+from plimsoll.weights.pieces import Conversion, identity_table
+from plimsoll.weights.ties import broken_ties
 from tests import tiny
 
 
@@ -138,18 +150,106 @@ def test_a_tied_head_that_is_stored_with_other_values_is_refused_with_both_names
     assert model.lm_head.weight.is_meta
 
 
-def test_stored_values_are_compared_bit_by_bit_and_in_parts(tmp_path: Path) -> None:
+def test_a_tie_whose_stored_values_differ_by_less_than_the_models_dtype_tells_stays_a_tie(tmp_path: Path) -> None:
+    tiny.qwen2(tied=True).save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    embedding = state["model.embed_tokens.weight"]
+    save_file(
+        state | {"lm_head.weight": embedding * (1 + 1e-6)}, tmp_path / "model.safetensors", metadata={"format": "pt"}
+    )
+    expected: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    model: Any = build_meta(tmp_path, torch.bfloat16)
+    load_sharded(model, tmp_path)
+    assert expected.lm_head.weight is expected.model.embed_tokens.weight
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.equal(model.lm_head.weight, expected.lm_head.weight)
+    alone: Any = build_meta(tmp_path, torch.float32)
+    assert alone.lm_head.weight is not alone.model.embed_tokens.weight
+
+
+def test_two_values_for_one_weight_of_a_plain_module_are_refused(tmp_path: Path, saved: dict[str, Tensor]) -> None:
+    both = saved | {"second.weight": saved["first.weight"].clone()}
+    save_file(both, tmp_path / "model.safetensors")
+    pair = meta_pair()
+    load_sharded(pair, tmp_path)
+    assert equals(pair, both)
+    save_file(both | {"second.weight": both["first.weight"] + 1}, tmp_path / "model.safetensors")
+    with pytest.raises(RefusedError, match=r"second\.weight and first\.weight are one parameter"):
+        load_sharded(meta_pair(), tmp_path)
+
+
+def one_tie(values: dict[str, Tensor], folder: Path, conversion: Conversion | None = None) -> tuple[Any, ...]:
+    """Files and tables of two names, "a" and "b", of one fp32 tensor."""
+    save_file(values, folder / "model.safetensors")
+    a, b = (identity_table(name, tuple(values[name].shape)) for name in ("a", "b"))
+    if conversion is not None:
+        b = replace(b, pieces=(), conversion=conversion)
+    found = CheckpointTables(
+        tables={"a": a},
+        missing=(),
+        forgiven=(),
+        unexpected=(),
+        mismatched=(),
+        tied_pairs_to_compare=(TiedPair(name="b", kept="a", table=b),),
+        stored_shapes={},
+    )
+    return found, {"a": torch.empty(a.shape, device="meta")}
+
+
+def test_stored_values_are_compared_in_parts(tmp_path: Path) -> None:
     a = torch.randn(3000, 1000)
-    a[0, 0] = torch.nan
     b = a.clone()
     b[2999, 999] += 1
-    save_file({"a": a, "same": a.clone(), "b": b, "half": a.half()}, tmp_path / "model.safetensors")
-    tables = {name: identity_table(name, (3000, 1000)) for name in ("a", "same", "b", "half")}
-    with WeightFiles(tmp_path) as files:
-        assert same_values(files, tables["a"], tables["same"])
-        assert not same_values(files, tables["a"], tables["b"])
-        assert not same_values(files, tables["a"], tables["half"])
-        assert [same_values(files, tables["a"], tables["b"], part, 2) for part in range(2)].count(False) == 1
+    for other, parted in ((a.clone(), 0), (b, 1)):
+        found, members = one_tie({"a": a, "b": other}, tmp_path)
+        with WeightFiles(tmp_path) as files:
+            assert len(broken_ties(files, found, members)) == parted
+            assert sum(len(broken_ties(files, found, members, part=part, parts=2)) for part in range(2)) == parted
+
+
+def test_a_tie_to_what_is_computed_from_the_files_is_refused(tmp_path: Path) -> None:
+    computed = Conversion(stored=("b",), convert=lambda tensors: tensors["b"] * 2)
+    found, members = one_tie({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path, computed)
+    with WeightFiles(tmp_path) as files, pytest.raises(RefusedError, match=r"b is tied by the config.*tie_word_embedd"):
+        broken_ties(files, found, members)
+
+
+def test_compiled_and_checkpointed_layers_keep_the_names_of_the_checkpoint(tmp_path: Path) -> None:
+    tiny.gemma3(seed=4).save_pretrained(tmp_path)
+    model: Any = build_meta(tmp_path, torch.float32)
+    model.model.embed_tokens = torch.compile(model.model.embed_tokens)  # has a buffer of its own
+    model.model.layers[0] = torch.compile(model.model.layers[0])
+    model.model.layers[1] = checkpoint_wrapper(model.model.layers[1])
+    load_sharded(torch.compile(model), tmp_path)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    made = {plain_name(name): tensor for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    wanted = dict((*expected.named_parameters(), *expected.named_buffers()))
+    assert made.keys() == wanted.keys()
+    assert all(torch.equal(made[name], tensor) for name, tensor in wanted.items())
+
+
+def test_what_a_family_allows_a_checkpoint_to_lack_is_initialised(tmp_path: Path) -> None:
+    config = BartConfig(
+        vocab_size=61,
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=16,
+        decoder_ffn_dim=16,
+        max_position_embeddings=32,
+    )
+    BartForConditionalGeneration(config).save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    del state["final_logits_bias"]
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = BartForConditionalGeneration(config).eval()
+    model.final_logits_bias.fill_(3)
+    report = load_sharded(model, tmp_path)
+    assert not model.final_logits_bias.any()
+    assert report.fresh == ()
 
 
 def test_a_new_head_is_made_from_the_seed_and_the_rest_is_read(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Offload and onload by storages: values, ties, views, FSDP2's own storages, and what an error leaves behind."""
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -203,3 +204,68 @@ def test_a_tensor_that_was_given_other_memory_is_not_offloaded_in_silence() -> N
     tensors[1].data = torch.ones(2)
     with pytest.raises(AssertionError, match="another storage"):
         offloader.offload()
+
+
+def test_what_was_not_changed_is_dropped_without_a_copy() -> None:
+    tensors = [torch.arange(10.0), torch.arange(20.0)]
+    arena = HostArena({"tensors": storage_sizes(tensors)}, device=CPU)
+    offloader = Offloader(arena, "tensors", tensors)
+    with pytest.raises(AssertionError, match="before the arena had the values"):
+        offloader.drop()
+    assert device_bytes(tensors) == 120
+    offloader.offload()
+    for _ in range(2):
+        offloader.onload()
+        tensors[0].fill_(7)  # a copy back would bring this to the arena
+        offloader.drop()
+        offloader.drop()
+        assert not offloader.on_device
+        assert device_bytes(tensors) == 0
+        assert arena.region("tensors")[0].view(torch.float32).tolist() == list(range(10))
+    offloader.onload()
+    assert [tensor.tolist() for tensor in tensors] == [list(range(10)), list(range(20))]
+
+
+def test_a_capture_that_fails_leaves_no_values_until_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = [torch.zeros(10), torch.zeros(20)]
+    sources = [torch.arange(10.0), torch.arange(20.0)]
+    offloader = make_offloader(own)
+    offloader.offload()
+    copy_ = Tensor.copy_
+
+    def fail(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        if target.numel() == 20:
+            raise RuntimeError("a failing device")
+        return copy_(target, source, non_blocking)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "copy_", fail)
+        with pytest.raises(RuntimeError, match="a failing device"):
+            offloader.capture(sources)
+    with pytest.raises(AssertionError, match="capture failed"):
+        offloader.onload()
+    offloader.capture(sources)
+    offloader.onload()
+    assert all(torch.equal(a, b) for a, b in zip(own, sources, strict=True))
+
+
+def test_a_storage_that_can_no_longer_be_freed_is_said_before_anything_is_freed() -> None:
+    tensors = [torch.zeros(4), torch.zeros(2)]
+    offloader = make_offloader(tensors)
+    tensors[1].numpy()
+    with pytest.raises(AssertionError, match="cannot be freed any more"):
+        offloader.offload()
+    assert device_bytes(tensors) == 24
+
+
+def test_a_closed_offloader_does_not_keep_the_arena() -> None:
+    tensors = [torch.zeros(64)]
+    arena = HostArena({"tensors": storage_sizes(tensors)}, device=CPU)
+    offloader = Offloader(arena, "tensors", tensors)
+    offloader.offload()
+    region = weakref.ref(arena.region("tensors")[0].untyped_storage())
+    offloader.close()
+    arena.close()
+    assert region() is None
+    with pytest.raises(AssertionError, match="after it was closed"):
+        offloader.onload()

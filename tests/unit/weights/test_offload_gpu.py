@@ -8,7 +8,7 @@ from torch import Tensor
 
 from plimsoll.weights.arena import HostArena
 from plimsoll.weights.offload import Offloader, storage_sizes
-from plimsoll.weights.registered import HostBuffer
+from plimsoll.weights.registered import HostBuffer, registered_bytes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,9 +19,11 @@ BUSY_CYCLES = 200_000_000  # about a tenth of a second
 
 
 def test_a_buffer_is_registered_until_it_is_closed() -> None:
+    before = registered_bytes()
     buffer = HostBuffer(10_000_001, device=torch.device("cuda"))
     view = buffer.tensor
     assert buffer.registered
+    assert registered_bytes() - before == 10_000_001
     assert view.is_pinned()
     on_device = view.to("cuda", non_blocking=True)
     assert int(on_device.sum()) == 0
@@ -29,6 +31,7 @@ def test_a_buffer_is_registered_until_it_is_closed() -> None:
     buffer.close()
     assert not view.is_pinned()
     assert not buffer.registered
+    assert registered_bytes() == before
 
 
 def test_a_dropped_buffer_unregisters_itself() -> None:

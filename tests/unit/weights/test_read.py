@@ -15,7 +15,7 @@ from plimsoll.weights.box import Box
 from plimsoll.weights.files import WeightFiles
 from plimsoll.weights.layout import Transfer
 from plimsoll.weights.pieces import Conversion, ParameterTable, Piece, identity_table
-from plimsoll.weights.read import Source, read_parameters, read_transfers, read_whole
+from plimsoll.weights.read import Source, _chunks, read_parameters, read_transfers, read_whole
 from plimsoll.weights.ring import StagingRing
 
 STORED = {
@@ -159,12 +159,36 @@ def test_a_target_that_is_not_contiguous(files: WeightFiles, ring: StagingRing) 
     assert memory.t()[1::2].eq(0).all()
 
 
+def test_tensors_of_inference_mode_are_filled_in_it(files: WeightFiles, ring: StagingRing) -> None:
+    with torch.inference_mode():
+        target = torch.zeros(40, 6000, dtype=torch.float16)
+        read_parameters(files, identity(STORED), {"wide": target}, ring=ring)
+        assert torch.equal(target, STORED["wide"].half())
+
+
 def test_only_floats_are_cast(files: WeightFiles) -> None:
     targets = {"steps": torch.zeros(11), "flags": torch.zeros(3), "tall": torch.zeros(3000, 7)}
     with pytest.raises(RefusedError) as error:
         read_parameters(files, identity(targets), targets)
     assert [cause.split()[0] for cause in error.value.causes] == ["flags", "steps"]
     assert targets["tall"].eq(0).all(), "refused before anything was read"
+
+
+def test_only_what_needs_no_staging_is_copied_in_larger_parts_than_a_buffer(files: WeightFiles) -> None:
+    """Half the columns of a tensor are read with the other half where rows are short, and staged."""
+
+    def largest(box: Box, short_run: int) -> int:
+        whole = Box.whole(box.shape)
+        piece = Piece(stored="wide", stored_box=box, target_box=whole, dims=(0, 1))
+        wanted = Transfer(
+            stored=files.tensors["wide"], stored_box=box, piece=piece, target=torch.empty(box.shape), target_box=whole
+        )
+        return max(chunk.num_bytes for chunk in _chunks([wanted], 48_000, short_run, 10**9))
+
+    half = Box(start=(0, 0), shape=(40, 3000))
+    assert largest(half, short_run=1) == 40 * 3000 * 4
+    assert largest(half, short_run=64 * 1024) == 48_000
+    assert largest(Box.whole((40, 6000)), short_run=64 * 1024) == 40 * 6000 * 4
 
 
 def test_a_conversion_gets_the_stored_tensors_whole(files: WeightFiles) -> None:
@@ -194,6 +218,14 @@ def test_a_file_that_was_cut_off_after_it_was_opened_is_an_error_with_name_and_p
     assert str(stored.path) in str(error.value)
     with ring.buffer(), ring.buffer():
         pass  # none was lost
+
+
+def test_a_file_that_was_cut_off_is_an_error_before_its_map_is_touched(files: WeightFiles) -> None:
+    os.truncate(files.tensors["wide"].path, 0)
+    target = garbage(STORED["wide"])
+    with pytest.raises(CheckpointError, match=r"a\.safetensors"):  # a page that is gone would end the process
+        read_parameters(files, identity({"wide": target}), {"wide": target}, source="map")
+    assert bool(target.eq(1).all())
 
 
 def test_a_file_that_cannot_be_read_is_an_error(files: WeightFiles) -> None:

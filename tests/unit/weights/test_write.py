@@ -277,8 +277,8 @@ def measure(folder: Path, budget: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("budget", "dtype", "least", "most"),
-    [(32, "bfloat16", 0, 56), (32, "float32", 0, 24), (512, "bfloat16", 120, 512)],
-    ids=["cast", "as it is", "without a bound to speak of"],
+    [(32, "bfloat16", 0, 56), (32, "float64", 0, 56), (32, "float32", 0, 24), (1024, "float64", 256, 1024)],
+    ids=["cast", "cast to more", "as it is", "without a bound to speak of"],
 )
 def test_memory_stays_within_the_budget(budget: int, dtype: str, least: int, most: int, tmp_path: Path) -> None:
     code = (

@@ -69,6 +69,7 @@ class Track:
     values: dict[str, list[int | None]]
     residents: dict[str, list[int | None]]
     predicted: dict[str, list[int | None]]
+    on_host: list[str]  # residents of a device run that are in host memory
     summary: list[PhaseSummary]
 
 

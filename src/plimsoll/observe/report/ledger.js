@@ -184,7 +184,7 @@ function predictedLine(track, names, unit) {
 }
 
 function deviceChart(track, part) {
-  const v = track.values, names = residentNames(track);
+  const v = track.values, names = residentNames(track).filter((name) => !track.on_host.includes(name));
   const most = Math.max(largest([v.device_used, v.device_reserved_peak]), 1), total = largest([v.device_total]);
   const unit = most >= GIB ? GIB : MIB;
   const near = total > 0 && most > total * 0.35;
@@ -204,17 +204,17 @@ function deviceChart(track, part) {
 }
 
 function hostChart(track, part) {
-  const v = track.values, onHost = !hasDevice(track), names = onHost ? residentNames(track) : [];
+  const v = track.values, onHost = !hasDevice(track), names = residentNames(track).filter((name) => onHost || track.on_host.includes(name));
   if (!v.host_anonymous.some(isNumber) && !names.length) return null;
   const most = Math.max(largest([v.host_anonymous, v.host_anonymous_peak, v.host_pinned, v.host_shared]), 1), limit = largest([v.host_limit]);
   const unit = most >= GIB ? GIB : MIB, near = limit > 0 && most > limit * 0.35;
   const rest = v.host_anonymous.map((item, at) => (isNumber(item) ? Math.max(0, item - names.reduce((sum, name) => sum + (track.residents[name][at] || 0), 0)) : null));
-  const held = [...names.map((name) => [name, track.residents[name], residentColour(name, names)]), [onHost ? "other anonymous" : "anonymous", rest, CACHE]];
+  const held = [...names.map((name) => [name, track.residents[name], residentColour(name, names)]), [names.length ? "other anonymous" : "anonymous", rest, CACHE]];
   const rules = [["peak anonymous", v.host_anonymous_peak, "#d2364c"], ["pinned", v.host_pinned, "#8b5fd3"], ["shared", v.host_shared, "#17a2b0"]].filter(([, values]) => largest([values]) > 0);
   return chart({
     id: "host", title: `Host memory of rank ${track.rank}`, unit: limit ? `limit ${bytes(limit)}, at most ${((100 * most) / limit).toFixed(0)} % used` : "", size: onHost ? "tall" : "mid", wide: true,
     about: onHost ? "A run on the CPU: what it holds lies in host memory. Other anonymous: Python, libraries, what is left of activations. A cache that was never written to is counted with its size though it takes less. Red: the highest reading within the phase."
-      : "Anonymous memory at the end of each phase (this is what counts against the limit) and its highest reading within. Pinned: held by torch's host allocator.",
+      : "Anonymous memory at the end of each phase (this is what counts against the limit) and its highest reading within, with what has a name at the bottom. Pinned: registered for the device, or held by torch's host allocator.",
     build: () => ({
       traces: [...held.map(([name, values, colour]) => area(name, values, unit, colour)), ...rules.map(([name, values, colour]) => rule(name, values, unit, colour)), ...predictedLine(track, names, unit),
         ...(near ? [rule("limit", v.host_limit, unit, colours().ink, { line: { dash: "dash", width: 1.2 } })] : []), ...strip(track)],

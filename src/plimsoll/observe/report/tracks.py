@@ -142,6 +142,11 @@ def _named(row: Row, key: str) -> dict[str, int | None]:
     return {name: whole(value) for name, value in row.get(key, {}).items()}
 
 
+def _is_on_host(row: Row, name: str) -> bool:
+    found = row.get("on_host")
+    return isinstance(found, list) and name in found
+
+
 def _track(owner: _Owner, rows: list[Row], summaries: dict[str, _Summary]) -> Track:
     rank, device, process = owner
     residents, predicted = [_named(row, "residents") for row in rows], [_named(row, "predicted") for row in rows]
@@ -157,6 +162,7 @@ def _track(owner: _Owner, rows: list[Row], summaries: dict[str, _Summary]) -> Tr
         values={key: [whole(row.get(key)) for row in rows] for key in VALUES},
         residents={name: [found.get(name) for found in residents] for name in names},
         predicted={name: [found.get(name) for found in predicted] for name in names},
+        on_host=[name for name in names if any(_is_on_host(row, name) for row in rows)],
         summary=[
             PhaseSummary(
                 phase=phase,
