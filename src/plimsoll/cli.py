@@ -4,6 +4,7 @@ Exit codes: 0 done; 2 refused before anything heavy started; 1 failed while runn
 stdout carries results only. With --json its last line is exactly one JSON object; everything else goes to stderr.
 """
 
+import errno
 import json
 import os
 import sys
@@ -256,6 +257,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PlimsollError as error:
         _say(str(error))
         return error.exit_code
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            traceback.print_exc()
+        else:
+            _say(
+                f"the disk is full: {error}. Complete checkpoints are untouched: free some space and go on with "
+                "--resume, or set run_root to a larger disk"
+            )
+        return 1
     except Exception:
         traceback.print_exc()
         return 1

@@ -153,6 +153,7 @@ def test_without_json_a_person_reads_one_line(recipe: Path) -> None:
             "plimsoll: interrupted by SIGTERM",
         ),
         ("raise ValueError('a fault of ours')", 1, "ValueError: a fault of ours"),
+        ("raise OSError(28, 'No space left on device', 'rollouts.jsonl')", 1, "plimsoll: the disk is full"),
         ("from plimsoll.errors import RewardError; raise RewardError('too many')", 1, "plimsoll: too many"),
         ("from plimsoll.errors import DataError; raise DataError(['a', 'b'])", 2, "plimsoll: a\nplimsoll: b"),
     ],
