@@ -15,10 +15,11 @@ from torch import Tensor
 
 from plimsoll.weights.registered import HostBuffer
 
-BUFFER_BYTES = 8 * 1024**2
-NUM_BUFFERS = 24
-"""192 MiB together. Many small buffers rather than few large ones: each reader needs one at a time, and one reader
-alone is far slower than the bus."""
+RING_BYTES = 192 * 1024**2
+_BUFFER_BYTES = {"cpu": 8 * 1024**2, "cuda": 16 * 1024**2}
+"""Many small buffers rather than few large ones: each reader needs one at a time, and one reader alone is far slower
+than the bus. On an H200 eight readers brought 20 GB/s from the page cache with 16 MiB, 18 with 8 MiB, 16 with 32 MiB;
+a CPU, which makes as many as it needs, takes less memory with smaller ones."""
 
 
 class StagingBuffer:
@@ -48,19 +49,26 @@ class StagingBuffer:
 
 
 class StagingRing:
-    """At most `num_buffers` buffers of `buffer_bytes`, lent to any thread. `device`: the copies' other end."""
+    """At most `num_buffers` buffers of `buffer_bytes`, lent to any thread. `device`: the copies' other end.
+
+    Without sizes: 192 MiB in all, in buffers of 8 MiB on a CPU and of 16 MiB for a CUDA device.
+    """
 
     def __init__(
         self,
         *,
-        buffer_bytes: int = BUFFER_BYTES,
-        num_buffers: int = NUM_BUFFERS,
+        buffer_bytes: int | None = None,
+        num_buffers: int | None = None,
         device: torch.device | None = None,
     ) -> None:
+        self.device = device or torch.device("cpu")
+        if buffer_bytes is None:
+            buffer_bytes = _BUFFER_BYTES[self.device.type]
+        if num_buffers is None:
+            num_buffers = max(1, RING_BYTES // buffer_bytes)
         assert min(buffer_bytes // 16, num_buffers) >= 1, f"{num_buffers} buffers of {buffer_bytes} bytes"
         self.buffer_bytes = buffer_bytes
         self.num_buffers = num_buffers
-        self.device = device or torch.device("cpu")
         self._changed = threading.Condition()
         self._blocks: list[HostBuffer] = []
         self._buffers: list[StagingBuffer] = []

@@ -18,6 +18,7 @@ from plimsoll.weights.layout import (
     byte_runs,
     cut_box,
     local_boxes,
+    part_transfers,
     replica_index,
     runs,
     sharded_boxes,
@@ -72,6 +73,18 @@ def test_a_strided_axis_alone_takes_its_part_of_every_piece() -> None:
         pieces = [chunk(full, 3, piece, 0) for piece in range(3)]
         local = torch.cat([chunk(piece, 2, position, 0) for piece in pieces])
         check(full, [_StridedShard(0, split_factor=3)], (2,), (position,), local)
+
+
+def test_every_box_of_a_rank_is_read_to_its_own_place() -> None:
+    full = torch.arange(24).reshape(8, 3)
+    stored = {"w": StoredTensor(name="w", path=Path("f"), dtype=full.dtype, shape=(8, 3), offset=0)}
+    boxes = sharded_boxes((8, 3), [_StridedShard(0, split_factor=2)], (2,), (1,))
+    assert len(boxes) == 2
+    local = torch.full((4, 3), -1)
+    for box in boxes:
+        for transfer in part_transfers(identity_table("w", (8, 3)), stored, box, local):
+            transfer.target_as_stored.copy_(full[transfer.stored_box.slices])
+    assert torch.equal(local, full[[2, 3, 6, 7]])
 
 
 def test_a_plain_tensor_is_whole_and_an_empty_one_has_no_boxes() -> None:
