@@ -15,6 +15,8 @@ MAKEFLAGS += --no-print-directory
 
 # Whatever Python variables the caller's shell has set are for another environment.
 unexport PYTHONPATH PYTHONHOME
+# Without bytecode every process of the tests would compile torch's and transformers' modules anew: minutes in all.
+unexport PYTHONDONTWRITEBYTECODE
 
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 ifeq ($(origin PYTHON),undefined)
