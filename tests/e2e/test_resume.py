@@ -137,8 +137,10 @@ def test_checkpoints_written_in_the_background_are_those_of_the_foreground(
     ("signum", "point", "step", "code"),
     [
         (signal.SIGINT, "update", 5, 130),  # a step with an evaluation, which the resumed run makes up for
-        (signal.SIGTERM, "rollout", 3, 143),  # the main thread waits for another one
-        (signal.SIGTERM, "load", 0, 143),  # there is no step to finish
+        # The main thread waits for another one.
+        pytest.param(signal.SIGTERM, "rollout", 3, 143, marks=pytest.mark.slow),
+        # There is no step to finish.
+        pytest.param(signal.SIGTERM, "load", 0, 143, marks=pytest.mark.slow),
     ],
 )
 def test_an_interrupted_run_keeps_the_finished_step_and_goes_on_from_it(
