@@ -34,7 +34,8 @@ import transformers
 from support.launch import Ranks, make_mesh
 from support.load_ways import WAYS
 from support.memory import MIB, PeakSampler, Stopwatch, anonymous_bytes, bits_by_name, io_bytes, module_bytes, settle
-from support.models import DTYPES, KINDS, SIZES, model_config, warm_page_cache, write_checkpoint
+from support.models import DTYPES, KINDS, model_config, warm_page_cache, write_checkpoint
+from support.rows import add_options, show, show_head
 from transformers.utils.logging import disable_progress_bar
 
 from plimsoll.weights.control import ControlGroup
@@ -134,39 +135,12 @@ def within_limits(rows: list[dict[str, Any]]) -> dict[str, bool]:
     return found
 
 
-def show(entry: dict[str, Any]) -> None:
-    """One line of the table for people."""
-
-    def spread(key: str) -> str:
-        return "/".join(f"{value:.0f}" for value in entry[key])
-
-    print(
-        f"{entry['case']:24} {entry['way']:16} {spread('final_mib'):>20} {spread('peak_over_final_mib'):>22} "
-        f"{spread('steady_over_final_mib'):>18} {spread('read_mib'):>20} {entry['seconds']:8.2f}",
-        file=sys.stderr,
-    )
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
-    parser.add_argument("--quick", action="store_true", help="fewer cases, 0.1 B parameters")
-    parser.add_argument("--size", choices=SIZES, help="default: full, or quick with --quick")
-    parser.add_argument("--cases", nargs="*", help="names such as untied-float32-plain; default: all")
-    parser.add_argument("--ways", nargs="*", choices=list(WAYS), default=list(WAYS))
-    parser.add_argument("--folder", type=Path, help="keep the checkpoints there and use those that are there")
-    return parser.parse_args()
-
-
 def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All rows, with what every case was checked for."""
     size = args.size or ("quick" if args.quick else "full")
     ranks, result, ok = Ranks(("support.load_ways",)), [], {}
     ranks.run(os.getpid, NUM_RANKS)  # the server starts with the first group: not in the first row's time
-    print(
-        f"{'case':24} {'way':16} {'final':>20} {'peak over':>22} {'steady over':>18} {'read':>20}  seconds",
-        file=sys.stderr,
-    )
+    show_head("read")
     for case in cases(args.quick):
         if args.cases and case.name not in args.cases:
             continue
@@ -179,7 +153,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             warm_page_cache(source)
             found[way] = ranks.run(measure, NUM_RANKS, case, way, source)
             result.append(row(case, way, found[way]))
-            show(result[-1])
+            show(result[-1], "read_mib")
         ok[case.name] = {
             **within_limits([entry for entry in result if entry["case"] == case.name]),
             "same_weights": same_weights(case, found),
@@ -192,7 +166,10 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    args = arguments()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
+    add_options(parser, WAYS, "untied-float32-plain")
+    args = parser.parse_args()
     disable_progress_bar()
     torch.set_num_threads(1)
     with TemporaryDirectory() as temporary:

@@ -44,7 +44,8 @@ from support.memory import (
     status_bytes,
     storage_bytes,
 )
-from support.models import KINDS, SIZES, model_config, write_checkpoint
+from support.models import KINDS, model_config, write_checkpoint
+from support.rows import add_options, show, show_head
 from transformers.utils.logging import disable_progress_bar
 
 from plimsoll.weights.control import ControlGroup
@@ -162,37 +163,12 @@ def within_limits(rows: list[dict[str, Any]]) -> dict[str, bool]:
     }
 
 
-def show(entry: dict[str, Any]) -> None:
-    """One line of the table for people."""
-
-    def spread(key: str) -> str:
-        return "/".join(f"{value:.0f}" for value in entry[key])
-
-    print(
-        f"{entry['case']:22} {entry['way']:8} {spread('final_mib'):>22} {spread('peak_over_final_mib'):>22} "
-        f"{spread('steady_over_final_mib'):>18} {spread('written_mib'):>20} {entry['seconds']:8.2f}",
-        file=sys.stderr,
-    )
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
-    parser.add_argument("--quick", action="store_true", help="fewer cases, 0.1 B parameters")
-    parser.add_argument("--size", choices=SIZES, help="default: full, or quick with --quick")
-    parser.add_argument("--cases", nargs="*", help="names such as export-tied-plain; default: all")
-    parser.add_argument("--ways", nargs="*", choices=list(WAYS["save"]), default=list(WAYS["save"]))
-    parser.add_argument("--folder", type=Path, help="keep the models there and use those that are there")
-    return parser.parse_args()
-
-
 def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All rows, with what every case was checked for."""
     size = args.size or ("quick" if args.quick else "full")
     ranks, result, ok = Ranks(("support.save_ways",)), [], {}
     ranks.run(os.getpid, NUM_RANKS)  # the server starts with the first group: not in the first row's time
-    head = f"{'case':22} {'way':8} {'final':>22} {'peak over':>22} {'steady over':>18} {'written':>20}  seconds"
-    print(head, file=sys.stderr)
+    show_head("written")
     for case in cases(args.quick):
         if args.cases and case.name not in args.cases:
             continue
@@ -203,7 +179,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             with TemporaryDirectory(dir=folder) as target:
                 found = ranks.run(measure, NUM_RANKS, case, way, source, size, Path(target))
             result.append(row(case, way, found))
-            show(result[-1])
+            show(result[-1], "written_mib")
         ok[case.name] = within_limits([entry for entry in result if entry["case"] == case.name])
         print(
             f"{case.name}: " + ", ".join(f"{k} {'ok' if v else 'FAILED'}" for k, v in ok[case.name].items()),
@@ -217,7 +193,10 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    args = arguments()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
+    add_options(parser, WAYS["save"], "export-tied-plain")
+    args = parser.parse_args()
     disable_progress_bar()
     torch.set_num_threads(1)
     with TemporaryDirectory() as temporary:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import parallelize_module
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from plimsoll.model.build import build_meta
@@ -19,22 +19,13 @@ from plimsoll.parallel.tensors import full
 from plimsoll.weights import export_sharded, load_sharded
 from tests import tiny
 from tests.ranks import run_ranks
+from tests.sharding import TENSOR_PLAN, TOKENS
 
 pytestmark = pytest.mark.timeout(300)
 
 FAMILIES = tuple(tiny.CHECKPOINT_FAMILIES)
 PLACEMENTS = {1: ("shard",), 2: ("shard", "tensor"), 4: ("shard", "hybrid", "tensor")}
 TENSOR_FAMILIES = ("llama", "qwen2")
-PLAN = {
-    "self_attn.q_proj": ColwiseParallel(),
-    "self_attn.k_proj": ColwiseParallel(),
-    "self_attn.v_proj": ColwiseParallel(),
-    "self_attn.o_proj": RowwiseParallel(),
-    "mlp.gate_proj": ColwiseParallel(),
-    "mlp.up_proj": ColwiseParallel(),
-    "mlp.down_proj": RowwiseParallel(),
-}
-TOKENS = torch.arange(3, 25).reshape(2, 11)
 
 
 def mesh_of(placement: str, ranks: int) -> DeviceMesh:
@@ -51,7 +42,7 @@ def sharded(folder: Path, placement: str, ranks: int, dtype: torch.dtype) -> Pre
     layers = decoder_layers(model)
     if placement == "tensor":
         for layer in layers:
-            parallelize_module(layer, mesh["tensor"], PLAN)
+            parallelize_module(layer, mesh["tensor"], TENSOR_PLAN)
         mesh = mesh["shard"]
     for layer in layers:
         fully_shard(layer, mesh=mesh)

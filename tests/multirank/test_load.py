@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import parallelize_module
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from plimsoll.errors import RefusedError
@@ -25,20 +25,11 @@ from plimsoll.weights.names import checkpoint_tables, module_tensors
 from plimsoll.weights.read import read_parameters
 from tests import tiny
 from tests.ranks import run_ranks
+from tests.sharding import TENSOR_PLAN, TOKENS
 
 pytestmark = pytest.mark.timeout(300)
 
 FAMILIES = ("qwen2", "llama")
-TOKENS = torch.arange(3, 25).reshape(2, 11)
-PLAN = {
-    "self_attn.q_proj": ColwiseParallel(),
-    "self_attn.k_proj": ColwiseParallel(),
-    "self_attn.v_proj": ColwiseParallel(),
-    "self_attn.o_proj": RowwiseParallel(),
-    "mlp.gate_proj": ColwiseParallel(),
-    "mlp.up_proj": ColwiseParallel(),
-    "mlp.down_proj": RowwiseParallel(),
-}
 
 
 def on_meta(folder: Path, dtype: torch.dtype) -> Any:
@@ -64,7 +55,7 @@ def hybrid(model: Any) -> PreTrainedModel:
 def tensor_parallel(model: Any) -> PreTrainedModel:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
     for layer in model.model.layers:
-        parallelize_module(layer, mesh["tensor"], PLAN)
+        parallelize_module(layer, mesh["tensor"], TENSOR_PLAN)
     return shard(model, mesh["shard"])
 
 

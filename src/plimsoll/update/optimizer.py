@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -127,10 +127,9 @@ def locate_moments(
     wanted = train.optimizer_state
     if wanted != "auto":
         return wanted
-    if device.type != "cuda":
+    capacity = device_capacity(device, device_memory)
+    if capacity is None:
         return "device"
-    properties = cast("Any", torch.cuda.get_device_properties(device))  # torch does not type it
-    capacity = min(int(properties.total_memory), int(device_memory or properties.total_memory))
     num_bytes = training_bytes(parameters)
     chosen = choose_location(num_bytes, capacity)
     logger.info(
@@ -140,6 +139,14 @@ def locate_moments(
         capacity / 2**30,
     )
     return chosen
+
+
+def device_capacity(device: torch.device, device_memory: int | None) -> int | None:
+    """Bytes of the device that the run may use (`memory.device_memory`, at most all); None: a CPU."""
+    if device.type != "cuda":
+        return None
+    total: int = torch.cuda.mem_get_info(device)[1]
+    return min(total, int(device_memory or total))
 
 
 def choose_location(num_bytes: int, capacity: int) -> Location:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from plimsoll.memory.resident import storage_bytes
 from plimsoll.model.policy import PackedPolicy
 from plimsoll.update.construct import Builder, BuiltModel, own_tensors
+from plimsoll.update.optimizer import device_capacity
 from plimsoll.weights.arena import HostArena
 from plimsoll.weights.control import ControlGroup
 from plimsoll.weights.files import WeightFiles
@@ -188,7 +189,7 @@ def build_reference(builder: Builder, built: BuiltModel) -> FrozenReference:
     placement = choose_placement(
         builder.recipe.model.reference_placement,
         shard_bytes=storage_bytes(parameters.values()),
-        capacity=_capacity(builder),
+        capacity=device_capacity(builder.device, builder.recipe.memory.device_memory),
         in_files=reference.files is not None,
     )
 
@@ -224,10 +225,3 @@ def choose_placement(
 def reference_parameters(policy: PackedPolicy) -> dict[str, Tensor]:
     """What is freed between passes. Buffers stay: they are small, and most are in no file."""
     return {name: tensor for name, tensor in own_tensors(policy.lm).items() if isinstance(tensor, torch.nn.Parameter)}
-
-
-def _capacity(builder: Builder) -> int | None:
-    if builder.device.type != "cuda":
-        return None
-    total: int = torch.cuda.mem_get_info(builder.device)[1]
-    return min(total, int(builder.recipe.memory.device_memory or total))

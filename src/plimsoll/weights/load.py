@@ -24,7 +24,7 @@ from plimsoll.weights.names import checkpoint_tables, module_tensors, plain_name
 from plimsoll.weights.pieces import ParameterTable, identity_table
 from plimsoll.weights.read import check_dtypes, read_parameters
 from plimsoll.weights.ring import StagingRing
-from plimsoll.weights.ties import broken_ties, empty_on
+from plimsoll.weights.ties import broken_ties, empty_on, shared_names
 
 T = TypeVar("T")
 
@@ -123,15 +123,12 @@ def fitting_tables(model: nn.Module, files: WeightFiles, fresh: Sequence[str] = 
 
 def _identity_tables(model: nn.Module, stored: Mapping[str, StoredTensor]) -> CheckpointTables:
     """Every tensor under its own name; tied ones under any of theirs."""
-    names_of: dict[int, list[str]] = {}
     members = _members(model)
-    for name, tensor in members.items():
-        names_of.setdefault(id(tensor), []).append(name)
     tables: dict[str, ParameterTable] = {}
     missing: list[NamedShape] = []
     mismatched: list[Mismatch] = []
     pairs: list[TiedPair] = []
-    for name, *aliases in names_of.values():
+    for name, *aliases in shared_names(members.items()):
         shape = tuple(members[name].shape)
         present = [one for one in (name, *aliases) if one in stored]
         wrong = [one for one in present if stored[one].shape != shape]
@@ -244,10 +241,7 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _ties(model: nn.Module) -> set[tuple[str, ...]]:
-    groups: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), []).append(name)
-    return {tuple(names) for names in groups.values()}
+    return set(shared_names(model.named_parameters(remove_duplicate=False)))
 
 
 def _source_name(files: WeightFiles) -> str:

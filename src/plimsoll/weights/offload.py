@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from plimsoll.weights.arena import HostArena
+from plimsoll.weights.layout import local_tensor
 
 _CAST_ELEMENTS = 2**24  # converted on the device at a time
 
@@ -33,7 +33,7 @@ def storages_of(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
     # none.
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
-        storage = _local(tensor).untyped_storage()
+        storage = local_tensor(tensor).untyped_storage()
         found.setdefault(id(storage), storage)
     return list(found.values())
 
@@ -146,12 +146,12 @@ class Offloader:
             storage.resize_(0)
         places = {id(storage): place for storage, place in zip(self._storages, self._region, strict=True)}
         with self._copying():
-            for tensor, source in zip(map(_local, self._tensors), sources, strict=True):
+            for tensor, source in zip(map(local_tensor, self._tensors), sources, strict=True):
                 memory = places[id(tensor.untyped_storage())].view(tensor.dtype)
                 # The offset that as_strided takes counts from the start of the arena.
                 offset = memory.storage_offset() + tensor.storage_offset()
                 target = memory.as_strided(tensor.shape, tensor.stride(), offset)
-                _cast(_local(source), target)
+                _cast(local_tensor(source), target)
         self._stored = True
         return self._moved(range(len(self._storages)), start)
 
@@ -198,12 +198,6 @@ def _cast(source: Tensor, target: Tensor) -> None:
     for start in range(0, len(flat), _CAST_ELEMENTS):
         piece = flat[start : start + _CAST_ELEMENTS].to(target.dtype)
         out[start : start + _CAST_ELEMENTS].copy_(piece, non_blocking=True)
-
-
-@torch.no_grad()
-def _local(tensor: Tensor) -> Tensor:
-    """Without autograd: `to_local` then hands out the shard itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

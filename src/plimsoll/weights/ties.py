@@ -1,6 +1,6 @@
 """Tied weights: one parameter under two names, usually the embedding and the head."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 
 import torch
@@ -21,12 +21,17 @@ _COMPARED_ELEMENTS = 2**20
 """Of two stored tensors at a time."""
 
 
+def shared_names(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, ...]]:
+    """The names of each distinct tensor, in their order."""
+    groups: dict[int, list[str]] = {}
+    for name, tensor in named:
+        groups.setdefault(id(tensor), []).append(name)
+    return [tuple(names) for names in groups.values()]
+
+
 def tied_names(model: PreTrainedModel, members: Mapping[str, Tensor]) -> dict[str, tuple[str, ...]]:
     """Every name → all names of the same tensor, in the module's order. RefusedError when a declared tie is lost."""
-    by_tensor: dict[int, list[str]] = {}
-    for name, tensor in members.items():
-        by_tensor.setdefault(id(tensor), []).append(name)
-    groups = {name: tuple(names) for names in by_tensor.values() for name in names}
+    groups = {name: names for names in shared_names(members.items()) for name in names}
     lost = [
         f"{name} and {source} are one weight by the config (tie_word_embeddings) and two parameters in the model: a tie"
         " is lost when fully_shard wraps one of the two modules alone; put both into the same group, the root's"
@@ -52,9 +57,8 @@ def untie(model: PreTrainedModel, name: str) -> None:
 
 def empty_on(model: nn.Module, device: torch.device) -> None:
     """`model.to_empty`, with tied weights still tied: torch gives every name of a meta parameter memory of its own."""
-    before = list(model.named_parameters(remove_duplicate=False))
-    first: dict[int, str] = {}
-    doubles = {name: kept for name, tensor in before if (kept := first.setdefault(id(tensor), name)) != name}
+    groups = shared_names(model.named_parameters(remove_duplicate=False))
+    doubles = {name: kept for kept, *others in groups for name in others}
     model.to_empty(device=device)
     for name, kept in doubles.items():
         owner, _, leaf = name.rpartition(".")

@@ -26,7 +26,7 @@ from plimsoll.weights.box import Box
 from plimsoll.weights.control import ControlGroup
 from plimsoll.weights.file_layout import FileLayout, LaidOut, Outgoing, index_of, lay_out, whole
 from plimsoll.weights.host_bytes import host_bytes
-from plimsoll.weights.layout import cut_box, local_boxes, replica_index, runs
+from plimsoll.weights.layout import cut_box, local_boxes, local_tensor, replica_index, runs
 from plimsoll.weights.pieces import Piece
 from plimsoll.weights.publish import saying_why
 from plimsoll.weights.ring import StagingRing
@@ -354,7 +354,7 @@ def _chunks_of(layouts: Sequence[FileLayout], rank: int, ranks: int, limit_bytes
 
 def _cut_part(piece: Piece, tensor: Tensor, limit: int) -> Iterator[tuple[Box, Tensor]]:
     """Stored boxes of what this rank has of a piece, with their elements in memory."""
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    local = local_tensor(tensor)
     for part in local_boxes(tensor):
         common = piece.target_box.intersect(part.full)
         stored = piece.stored_part(part.full)
