@@ -7,7 +7,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 @torch.no_grad()
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part, sharing memory with `tensor`."""
+    """This rank's part, sharing memory with `tensor`: of a sharded one the shard itself, whose storage may be set.
+
+    (`weights.layout.local_tensor` gives a detached alias, which is enough to read and write through.)
+    """
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
