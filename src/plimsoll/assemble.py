@@ -1,21 +1,22 @@
 """Builds a session, in one order, and takes it down in the other.
 
-Order: data → plan → run folder → trainer → scoring processes and engine → position. Data and plan come before the
-folder, so that a recipe of which either is refused leaves an earlier run's folder as it was.
+Order: data → plan → run folder → an engine of its own → trainer → calibration → scoring processes and our engine →
+position. Data and plan come before the folder, so that a recipe of which either is refused leaves an earlier run's
+folder as it was.
 """
 
-import itertools
-import shutil
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
+from typing import Protocol
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from plimsoll import calibrate
 from plimsoll.checkpoint.rng import restore_rng, seed_rng
 from plimsoll.checkpoint.saving import TrainingSaver
 from plimsoll.checkpoint.store import CheckpointStore
@@ -23,20 +24,24 @@ from plimsoll.checkpoint.training import read_training_checkpoint
 from plimsoll.cluster.inline import InlineGroup
 from plimsoll.config.derived import RunPlan
 from plimsoll.config.recipe import Recipe
-from plimsoll.data.chat import response_token_ids
-from plimsoll.data.dataset import Dataset
-from plimsoll.data.load import load_dataset
-from plimsoll.data.order import CursorState, PromptStream
+from plimsoll.data.order import CursorState
 from plimsoll.data.tokenizer import load_tokenizer
-from plimsoll.errors import RefusedError
+from plimsoll.engines import PARTS, EngineSide, NativeSide, VllmSide, build_vllm
 from plimsoll.generation import Generation
 from plimsoll.jsonl import write_json
+from plimsoll.memory import names
+from plimsoll.memory.allocator import AllocatorPolicy, TorchAllocator
 from plimsoll.memory.device import device_reader
 from plimsoll.memory.enter import Memory
 from plimsoll.memory.phases import Phase
+from plimsoll.memory.plan.job import Job
+from plimsoll.memory.recorder import Recorder
+from plimsoll.memory.release import release_device_cache
 from plimsoll.memory.resident import Resident
+from plimsoll.memory.schedule import Schedule
 from plimsoll.memory.snapshot import recorded_allocations
-from plimsoll.model.build import quiet_transformers, read_config
+from plimsoll.memory.warnings import ResidualGate
+from plimsoll.model.build import DTYPES, build_meta, quiet_transformers, read_config
 from plimsoll.observe.console import Console, logging_to
 from plimsoll.observe.metrics import JsonlWriter
 from plimsoll.observe.profile import Profiler
@@ -44,109 +49,23 @@ from plimsoll.observe.report.writer import ReportWriter
 from plimsoll.observe.rollouts import RolloutWriter
 from plimsoll.observe.run_folder import RunFolder
 from plimsoll.observe.sinks import Sinks, open_sinks
-from plimsoll.parallel.mesh import close_process_group
+from plimsoll.parallel.mesh import close_process_group, ensure_process_group
 from plimsoll.plane.local import LocalPlane
+from plimsoll.prepare import Rows, keep_tokenizer, load_rows, plan_run
 from plimsoll.resolve import Resumed, Sources, find_resumed, resolve_sources
 from plimsoll.reward.pool import ScoringPool
-from plimsoll.reward.resolve import check_sources, needs_answer
 from plimsoll.session import Session
-from plimsoll.sizing import (
-    DataSizes,
-    budget_note,
-    check_ids,
-    check_resumed,
-    clip_intervals,
-    derive_plan,
-    optimizer_steps,
-    total_steps,
-)
+from plimsoll.sizing import Objective, budget_note, clip_intervals, replan
 from plimsoll.update.worker import Counters, PolicyWorker
-from plimsoll.weights.export import copy_companions
 from plimsoll.weights.registered import registered_bytes
 
-Objective = Literal["policy", "supervised"]
 
+class Owner(Protocol):
+    """Whoever holds memory."""
 
-@dataclass(slots=True, kw_only=True, frozen=True)
-class Rows:
-    """Everything that is read from the data before the run folder is touched."""
-
-    train: Dataset
-    held_out: Dataset | None
-    responses: dict[int, tuple[int, ...]]  # SFT targets by row
-    stream: PromptStream
-    sizes: DataSizes
-    largest_id: int  # of prompts and targets
-
-
-def load_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, objective: Objective) -> Rows:
-    """Training and held-out rows. DataError or RecipeError when they cannot be used."""
-    data = recipe.data
-    scored_by = "answer"
-    # Asked only where rewards are: the question imports the function in a process of its own.
-    if (objective == "policy" or data.eval is not None) and not needs_answer(recipe.reward):
-        scored_by = "prompt"  # TRL's functions take whatever columns they name; the other signatures want an answer
-    need = scored_by if objective == "policy" else "response"
-    train = load_dataset(data.train, data, tokenizer, split="train", seed=recipe.seed, need=need)
-    held_out = None
-    if data.eval is not None:
-        held_out = load_dataset(data.eval, data, tokenizer, split="eval", seed=recipe.seed, need=scored_by)
-    scored = [source for source in (train if objective == "policy" else None, held_out) if source]
-    check_sources(recipe.reward, (prompt.data_source for source in scored for prompt in source.prompts))
-    prompt_lengths = [len(prompt.token_ids) for prompt in train.prompts]
-    responses: dict[int, tuple[int, ...]] = {}
-    longest_sequence = max(prompt_lengths) + recipe.rollout.max_response_tokens
-    if objective == "supervised":
-        targets = response_token_ids(tokenizer, [prompt.response or "" for prompt in train.prompts])
-        responses = {prompt.row: ids for prompt, ids in zip(train.prompts, targets, strict=True)}
-        longest_sequence = max(length + len(ids) for length, ids in zip(prompt_lengths, targets, strict=True))
-    stream = PromptStream(
-        train, batch_size=data.prompts_per_step, shuffle=data.shuffle, drop_last=data.drop_last, seed=recipe.seed
-    )
-    held_out_lengths = [len(prompt.token_ids) for prompt in held_out.prompts] if held_out else []
-    sizes = DataSizes(
-        batches_per_epoch=stream.batches_per_epoch,
-        longest_prompt=max(prompt_lengths + held_out_lengths),
-        longest_sequence=longest_sequence,
-        num_eval=len(held_out_lengths),
-    )
-    every = (ids for source in (train, held_out) if source for ids in (prompt.token_ids for prompt in source.prompts))
-    largest_id = max(max(ids) for ids in itertools.chain(every, responses.values()))
-    return Rows(train=train, held_out=held_out, responses=responses, stream=stream, sizes=sizes, largest_id=largest_id)
-
-
-def _plan(
-    recipe: Recipe, sources: Sources, tokenizer: PreTrainedTokenizerBase, rows: Rows, resumed: Resumed | None
-) -> RunPlan:
-    """A resumed run keeps its own numbers; only its length may have changed. RefusedError: it cannot be planned."""
-    config = read_config(sources.config)
-    if resumed is None or resumed.plan is None:
-        plan = derive_plan(recipe, config, tokenizer, rows.sizes, reference=sources.recipe.model.reference)
-    else:
-        steps = total_steps(recipe, rows.sizes)
-        update = {"steps": steps, "optimizer_steps": optimizer_steps(recipe, steps)}
-        plan = resumed.plan.model_copy(update=update)
-        check_resumed(recipe, plan, rows.sizes)
-        if resumed.state and resumed.state.step > steps:
-            raise RefusedError(
-                f"train.steps={steps}: the run has done {resumed.state.step} steps already; set train.steps to more"
-            )
-    check_ids(int(config.get_text_config().vocab_size), rows.largest_id, plan.stop_token_ids)
-    return plan
-
-
-def keep_tokenizer(folder: Path, sources: Sources) -> None:
-    """Copy tokenizer, chat template and the model's generation config; of two of a name, the tokenizer's stays.
-
-    The folder is there whole or not at all: a run killed here can be resumed.
-    """
-    partial = folder.with_name(f"{folder.name}.tmp")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    if sources.config.is_dir() and sources.config != sources.tokenizer:
-        copy_companions(sources.config, partial)
-    copy_companions(sources.tokenizer, partial)
-    partial.rename(folder)
+    def residents(self) -> Sequence[Resident]:
+        """What it holds now."""
+        ...
 
 
 @contextmanager
@@ -164,7 +83,7 @@ def open_session(recipe: Recipe, *, objective: Objective, resume: bool, overwrit
         sources = resolve_sources(recipe, run, resumed, scratch)
         tokenizer = load_tokenizer(sources.tokenizer)
         rows = load_rows(recipe, tokenizer, objective)
-        plan = _plan(recipe, sources, tokenizer, rows, resumed)
+        plan, job = plan_run(recipe, sources, tokenizer, rows, resumed, objective)
         folder = stack.enter_context(RunFolder.prepare(run_root, recipe.name, resume=resume, overwrite=overwrite))
         if resumed and resumed.state:  # before anything is written: other rows are refused here
             rows.stream.restore(CursorState.from_json(resumed.state.cursor))
@@ -183,6 +102,7 @@ def open_session(recipe: Recipe, *, objective: Objective, resume: bool, overwrit
             tokenizer=tokenizer,
             rows=rows,
             plan=plan,
+            job=job,
             folder=folder,
             console=console,
             resumed=resumed,
@@ -200,6 +120,7 @@ class _Opening:
     tokenizer: PreTrainedTokenizerBase
     rows: Rows
     plan: RunPlan
+    job: Job  # what its memory was planned for
     folder: RunFolder
     console: Console
     resumed: Resumed | None
@@ -208,11 +129,10 @@ class _Opening:
         recipe, folder = self.recipe, self.folder
         state = self.resumed.state if self.resumed else None  # None: from the first step
         store = CheckpointStore(folder.checkpoints, keep=recipe.checkpoint.keep, say=self.console.note)
-        plan = self.plan
-        torch.set_num_threads(plan.threads)
+        torch.set_num_threads(self.plan.threads)
         seed_rng(recipe.seed)
-        residents: list[Resident] = []
-        memory = self._memory(stack, residents)
+        owners: list[Owner] = []
+        memory = self._memory(stack, owners)
         metrics = JsonlWriter(folder.metrics)
         stack.callback(metrics.close)
         rollouts = RolloutWriter(folder.rollouts, recipe.observe.rollout_samples)
@@ -225,12 +145,15 @@ class _Opening:
         memory.begin_step(start_step)
         plane = LocalPlane()
         stack.callback(close_process_group)
+        saver = TrainingSaver(store)
         with memory.enter(Phase.LOAD):
-            worker = self._worker(stack, plan, plane)
-            generation = self._generation(stack, plan, plane, worker)
-        residents.extend(worker.residents())
-        residents.extend(generation.residents() if generation else ())
-        plan = plan.model_copy(update={"packing": worker.policy.packing})  # the probe may have changed it
+            vllm = self._vllm(stack, self.plan)
+            worker = self._worker(stack, self.plan, plane)
+            plan = self._calibrated(self.plan, worker)
+            generation = self._generation(stack, plan, plane, self._side(plan, worker, vllm))
+            owners.append(worker)
+            owners.extend([generation] if generation else ())
+        _settle(memory, plan, worker, generation, vllm, saver)
         write_json(folder.plan, plan.model_dump(mode="json"))
         if state:
             restore_rng(state.rng, plan.device)
@@ -248,12 +171,13 @@ class _Opening:
             profiler=self._profiler(plan, start_step),
             memory=memory,
             store=store,
-            saver=TrainingSaver(store),
+            saver=saver,
             plane=plane,
             stream=self.rows.stream,
             policy=InlineGroup(worker),
             generation=generation,
             intervals=intervals,
+            residual=self._residual(memory, vllm),
             responses=self.rows.responses,
             start_step=start_step,
         )
@@ -262,15 +186,27 @@ class _Opening:
         self.console.start(plan.steps, recipe.name, first_step=start_step)
         return session
 
-    def _memory(self, stack: ExitStack, residents: list[Resident]) -> Memory:
-        """`residents` is filled once they are built."""
-        memory = Memory(
+    def _memory(self, stack: ExitStack, owners: list[Owner]) -> Memory:
+        """`owners` is filled once they are built."""
+        device = torch.device(self.plan.device)
+
+        def residents() -> list[Resident]:
+            return [resident for owner in owners for resident in owner.residents()]
+
+        recorder = Recorder(
             self.folder.memory,
             rank=0,
-            device=device_reader(torch.device(self.plan.device)),
-            residents=lambda: residents,
+            device=device_reader(device),
+            residents=residents,
             interval=self.recipe.observe.memory_interval,
             registered=registered_bytes,
+            plan=self.plan.memory,
+        )
+        memory = Memory(
+            recorder,
+            residents=residents,
+            schedule=Schedule(),
+            release=partial(release_device_cache, device),
         )
         stack.callback(memory.close)
         return memory
@@ -319,17 +255,62 @@ class _Opening:
             worker.load_state(checkpoint.optimizer, counters)
         return worker
 
+    def _calibrated(self, plan: RunPlan, worker: PolicyWorker) -> RunPlan:
+        """The plan with measured activations. RefusedError: with those it does not fit."""
+        plan = plan.model_copy(update={"packing": worker.policy.packing})  # the probe may have changed it
+        if not calibrate.wanted(self.job, plan):
+            return plan
+        key = calibrate.key_of(self.job, plan)
+        measured = calibrate.remembered(key)
+        if not measured:
+            measured = calibrate.measure(worker, self.job, plan, device_reader(worker.device))
+            calibrate.remember(key, measured)
+        return replan(plan, replace(self.job, measured=measured))
+
+    def _vllm(self, stack: ExitStack, plan: RunPlan) -> VllmSide | None:
+        """vLLM, where the recipe asks for it: before the trainer, whose memory it does not know."""
+        if self.recipe.rollout.engine != "vllm" or not self.job.generates:
+            return None
+        ensure_process_group(torch.device(plan.device))  # vLLM takes the groups that it finds
+        policy = AllocatorPolicy(TorchAllocator() if plan.device == "cuda" else None)
+        policy.start()
+        config = read_config(self.sources.config)
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="plimsoll-vllm-")))
+        model = build_meta(config, DTYPES[plan.compute_dtype])
+        return build_vllm(self.recipe, plan, config, model, folder, policy.guard_engine)
+
+    def _residual(self, memory: Memory, vllm: VllmSide | None) -> Callable[[], None] | None:
+        """Ends a run whose engine leaves more and more on the device while it sleeps."""
+        if vllm is None:
+            return None
+        gate = ResidualGate(tolerance=int(self.recipe.memory.residual_tolerance))
+
+        def check() -> None:
+            if not any(vllm.engine.awake(part) for part in PARTS):
+                gate.check(memory.step, memory.recorder.residual())
+
+        return check
+
+    def _side(self, plan: RunPlan, worker: PolicyWorker, vllm: VllmSide | None) -> EngineSide | None:
+        """vLLM, which is there already, or our engine; None: nothing is generated."""
+        if not self.job.generates:
+            return None
+        if vllm is None:
+            return NativeSide(self.recipe, plan, worker)
+        vllm.connect(worker)
+        return vllm
+
     def _generation(
-        self, stack: ExitStack, plan: RunPlan, plane: LocalPlane, worker: PolicyWorker
+        self, stack: ExitStack, plan: RunPlan, plane: LocalPlane, side: EngineSide | None
     ) -> Generation | None:
         held_out = self.rows.held_out
-        if self.objective == "supervised" and held_out is None:
+        if side is None:
             return None
         tokenizer = self.tokenizer
         generation = Generation(
             self.recipe,
             plan,
-            source=worker,
+            side=side,
             scorer=stack.enter_context(ScoringPool(self.recipe.reward)),
             plane=plane,
             decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
@@ -338,3 +319,28 @@ class _Opening:
         stack.callback(generation.collector.close)
         self.console.note(generation.sampling_line())
         return generation
+
+
+def _settle(
+    memory: Memory,
+    plan: RunPlan,
+    worker: PolicyWorker,
+    generation: Generation | None,
+    vllm: VllmSide | None,
+    saver: TrainingSaver,
+) -> None:
+    """From here on the plan says who is on the device, and what is more than now is growth."""
+    assert plan.memory is not None
+
+    def quiesce(phase: Phase, leaving: frozenset[str]) -> None:
+        if leaving & {names.ACTOR_PARAMETERS, names.OPTIMIZER_STATE} and saver.saving is not None:
+            saver.wait_read()  # a save in the background reads them where they are
+
+    memory.adopt(
+        Schedule.of(plan.memory, borrowed=generation.borrowed if generation is not None else frozenset()),
+        policy_version=lambda: worker.version,
+        quiesce=quiesce,
+    )
+    memory.recorder.plan = plan.memory
+    memory.recorder.engine = vllm.memory if vllm is not None else None
+    memory.recorder.take_baseline()

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
+from plimsoll.cluster.engine_environment import engine_environment
 from plimsoll.cluster.signals import Interrupted
 from plimsoll.config.checks import check_eval, check_sft, check_train
 from plimsoll.config.describe import describe_keys
@@ -109,7 +110,7 @@ def _load_training(
     check_files(recipe, path, command=command, resume=resume)
     if command == "train" or recipe.data.eval is not None:
         check_function(recipe.reward)
-    _prepare_environment()
+    _prepare_environment(recipe.rollout.engine)
     return recipe
 
 
@@ -177,14 +178,37 @@ def export(
     _finish(run(source, step, out, dtype).as_json(), as_json=as_json)
 
 
-# Unknown arguments are taken, so that the answer is always that the command is missing and never that an option is.
-_ANY = {"ignore_unknown_options": True, "allow_extra_args": True}
+@app.command(epilog=_help_of_keys())
+def plan(
+    recipe: Annotated[
+        Path | None, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.", show_default=False)
+    ] = None,
+    overrides: Overrides = None,
+    sft: Annotated[
+        bool, typer.Option("--sft", help="Plan supervised fine-tuning. Default where the file's name says sft.")
+    ] = False,
+    curve: Annotated[bool, typer.Option("--curve", help="KV cache against bytes moved in a step.")] = False,
+    from_verl: Annotated[
+        Path | None,
+        typer.Option(metavar="SCRIPT", help="A launch script of verl, or a file of its overrides, in RECIPE's place."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the memory of every phase before the run: no GPU, no weights and no data are needed.
 
+    Exit code 0: it fits; 2: it does not, and the answer names what would help.
+    """
+    if from_verl is not None:
+        from plimsoll.migrate.command import run as migrate
 
-@app.command(context_settings=_ANY)
-def plan() -> None:
-    """Show where the memory of a run would go (not in this version)."""
-    _not_built("plan", "`plimsoll train RECIPE train.steps=2` shows what two steps need in RUN/memory.jsonl")
+        # What looks like the recipe is the first setting there.
+        settings = [str(recipe)] if recipe is not None else []
+        raise typer.Exit(migrate(from_verl, [*settings, *(overrides or [])], as_json=as_json))
+    if recipe is None:
+        raise RefusedError("name a recipe, or a launch script of verl with --from-verl SCRIPT")
+    from plimsoll.memory.plan.command import run
+
+    raise typer.Exit(run(recipe, overrides or [], sft=sft, as_json=as_json, curve=curve))
 
 
 @app.command()
@@ -209,13 +233,10 @@ def report(
     _finish({"report": path, "runs": len(reports)}, as_json=False)
 
 
-def _not_built(command: str, instead: str) -> NoReturn:
-    raise RefusedError(f"`plimsoll {command}` is not in this version; {instead}")
-
-
-def _prepare_environment() -> None:
-    """Variables that libraries read once, when they are imported."""
+def _prepare_environment(engine: str = "native") -> None:
+    """Variables that libraries read once, when they are imported. `engine`: one that runs in this process."""
     os.environ.update(environment("trainer"))
+    os.environ.update(engine_environment(engine))
     # The tokenizer's threads and the forks of the scoring pool do not go together; it warns on every fork otherwise.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 

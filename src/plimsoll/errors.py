@@ -8,6 +8,7 @@ PlimsollError
  └── RunError            exit code 1: failed while running
       ├── RewardError    the reward function failed too often or returned something that is not a reward
       ├── SamplingError  dynamic sampling could not fill the batch
+      ├── PlanError      a phase that the memory plan did not foresee, or one that would read stale weights
       └── CheckpointError a checkpoint could not be written or is not complete
 
 `assert` is for our own mistakes only.
@@ -54,6 +55,10 @@ class RewardError(RunError):
 
 class SamplingError(RunError):
     """Dynamic sampling did not fill the batch within `algorithm.dynamic_max_rounds`."""
+
+
+class PlanError(RunError):
+    """A phase was entered that the memory plan did not foresee, or that would read weights of another version."""
 
 
 class CheckpointError(RunError):

@@ -18,7 +18,7 @@ from plimsoll.reward.pool import ScoringPool
 from plimsoll.reward.resolve import check_sources, needs_answer
 from plimsoll.rollout.evaluation import EvalResult, evaluate
 from plimsoll.rollout.native import NativeEngine
-from plimsoll.sizing import DataSizes, derive_plan
+from plimsoll.sizing import DataSizes, plan_evaluation
 from plimsoll.weights.files import WeightFiles
 from plimsoll.weights.load import load_sharded
 
@@ -76,7 +76,7 @@ def _evaluate(model_folder: Path, target: Path, recipe: Recipe, console: Console
         sizes = DataSizes(
             batches_per_epoch=1, longest_prompt=longest, longest_sequence=longest, num_eval=len(rows.prompts)
         )
-        plan = derive_plan(recipe, read_config(model_folder), tokenizer, sizes)
+        plan = plan_evaluation(recipe, read_config(model_folder), tokenizer, sizes)
         torch.set_num_threads(plan.threads)
         with WeightFiles(model_folder) as files:
             # In the compute dtype from the start: casting afterwards would round the rotary frequencies too.

@@ -4,14 +4,12 @@ from collections.abc import Callable, Sequence
 
 from plimsoll.config.derived import RunPlan
 from plimsoll.config.recipe import Recipe
-from plimsoll.memory.resident import Resident, Survival
-from plimsoll.model.build import DTYPES
+from plimsoll.engines import EngineSide
+from plimsoll.memory.resident import Resident
 from plimsoll.plane.local import LocalPlane
 from plimsoll.reward.shaping import overlong_penalty
 from plimsoll.rollout.collector import Collector, CollectorSettings
 from plimsoll.rollout.evaluation import EvalResult, evaluate
-from plimsoll.rollout.native import NativeEngine
-from plimsoll.sync.inprocess import RolloutWeights, WeightSource, sync
 from plimsoll.types import Prompt, SamplingParams, Scorer
 
 
@@ -23,7 +21,7 @@ class Generation:
         recipe: Recipe,
         plan: RunPlan,
         *,
-        source: WeightSource,
+        side: EngineSide,
         scorer: Scorer,
         plane: LocalPlane,
         decode: Callable[[Sequence[int]], str],
@@ -31,19 +29,12 @@ class Generation:
     ) -> None:
         self._recipe = recipe
         self._plan = plan
-        self._source = source
+        self._side = side
         self._scorer = scorer
         self._decode = decode
         self.eval_prompts = tuple(eval_prompts)
-        self._weights = RolloutWeights(source, DTYPES[plan.compute_dtype])
-        self._engine = NativeEngine(
-            self._weights.model,
-            num_slots=plan.num_slots,
-            slot_tokens=plan.slot_tokens,
-            prefill_tokens=recipe.rollout.prefill_tokens,
-        )
         self.collector = Collector(
-            engine=self._engine,
+            engine=side.engine,
             scorer=scorer,
             plane=plane,
             decode=decode,
@@ -61,18 +52,18 @@ class Generation:
 
     def sync(self) -> None:
         """Bring the engine to the policy's weights and version; the engine must be idle."""
-        sync(self._source, self._weights, self._engine)
+        self._side.sync()
 
     @property
     def version(self) -> int:
-        """Policy version of the engine's weights."""
-        return self._engine.version
+        """Policy version of the engine's weights; -1: it has none."""
+        return self._side.version
 
     def evaluate(self, stop: Callable[[], bool]) -> EvalResult:
         """Held-out accuracy with the weights of the last sync. GenerationStopped when `stop` says so."""
         rollout = self._recipe.rollout
         return evaluate(
-            self._engine,
+            self._side.engine,
             self._scorer,
             self.eval_prompts,
             sampling=rollout.eval,
@@ -84,14 +75,13 @@ class Generation:
         )
 
     def residents(self) -> list[Resident]:
-        """KV cache, and the copy of the weights where there is one."""
-        cache = Resident(
-            name="kv_cache",
-            survival=Survival.REBUILD,
-            predicted_bytes=self._plan.kv_bytes,
-            measured=lambda: self._engine.kv_bytes,
-        )
-        return [cache, *self._weights.residents()]
+        """What the engine holds."""
+        return self._side.residents()
+
+    @property
+    def borrowed(self) -> frozenset[str]:
+        """Residents that the trainer's own parameters stand in for."""
+        return self._side.borrowed
 
 
 def collector_settings(recipe: Recipe, stop_token_ids: tuple[int, ...]) -> CollectorSettings:

@@ -12,7 +12,7 @@ from plimsoll.checkpoint.locate import CHECKPOINTS, locate_model
 from plimsoll.checkpoint.state import TrainingState, read_state
 from plimsoll.checkpoint.store import CheckpointStore
 from plimsoll.checkpoint.training import MODEL
-from plimsoll.config.derived import RunPlan
+from plimsoll.config.derived import ADDED, RunPlan
 from plimsoll.config.recipe import Recipe
 from plimsoll.errors import RefusedError
 from plimsoll.model.build import DTYPES, check_weights
@@ -51,7 +51,7 @@ class Sources:
 def find_resumed(run: Path, console: Console) -> Resumed:
     """Look for the newest complete checkpoint, saying what was passed over."""
     recorded = run / PLAN
-    plan = RunPlan.model_validate(json.loads(recorded.read_bytes())) if recorded.is_file() else None
+    plan = RunPlan.model_validate({**ADDED, **json.loads(recorded.read_bytes())}) if recorded.is_file() else None
     scan = CheckpointStore(run / CHECKPOINTS, keep=None).scan()
     for skipped in scan.skipped:
         console.note(f"passed over {skipped.path}: {skipped.reason}")

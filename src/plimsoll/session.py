@@ -1,6 +1,6 @@
 """What a run holds while it runs, and what both loops do with it: phases, evaluation, rows of metrics, checkpoints."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -78,6 +78,7 @@ class Session:
     policy: InlineGroup[PolicyWorker]
     generation: Generation | None  # None: SFT without evaluation
     intervals: Intervals
+    residual: Callable[[], None] | None = None  # looks at what a sleeping engine has left on the device
     responses: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])  # SFT targets by row
     failure_noted: bool = False
     start_step: int = 0  # finished steps; more than 0 after a resume
@@ -90,6 +91,8 @@ class Session:
         self.console.phase(phase.value)
         # The profile outside: writing it is no part of the phase's time.
         with self.profiler.phase(self.memory.step, phase.value), self.memory.enter(phase):
+            if self.residual is not None:
+                self.residual()
             yield
 
     def sync(self) -> None:
@@ -144,7 +147,7 @@ class Session:
             self.page.poke()
 
     def _times(self) -> dict[str, float]:
-        return {f"time/{phase.value}": seconds for phase, seconds in self.memory.seconds_by_phase().items()}
+        return {f"time/{phase}": seconds for phase, seconds in self.memory.seconds_by_phase().items()}
 
     def accuracy_at(self, step: int) -> float | None:
         """Held-out accuracy as recorded for `step`; None: it was not measured."""

@@ -1,25 +1,30 @@
 """From recipe, data and machine to the numbers of plan.json."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-import psutil
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from plimsoll.config.derived import RunPlan
+from plimsoll.config.planned import MemoryPlan
 from plimsoll.config.recipe import Recipe
 from plimsoll.errors import RefusedError
-from plimsoll.memory.host import HostReader
-from plimsoll.model.build import DTYPES
+from plimsoll.memory.plan.advice import refusal_error
+from plimsoll.memory.plan.capacity import machine as machine_of
+from plimsoll.memory.plan.choose import plan as plan_memory
+from plimsoll.memory.plan.constants import ALLOCATOR_SHARE, KV_SHARE
+from plimsoll.memory.plan.job import ITEMSIZE, Job, Machine
+from plimsoll.model.build import DTYPES, build_meta
+from plimsoll.model.measure import sizes_of
+from plimsoll.model.sizes import ModelSizes, read_sizes
 from plimsoll.rollout.kv import kv_bytes_per_token, plan_slots
 
-KV_SHARE = 0.25
-"""Share of the free memory that the KV cache may take when `rollout.kv_memory` is not set."""
+Objective = Literal["policy", "supervised"]
 
-TOKEN_BUDGET = {"cpu": 2048, "cuda": 16384}
-"""Tokens of a micro-batch when `train.token_budget` is not set; padded attention on a CPU likes small ones."""
+_OWN_CONTEXT = 2 * 2**30
+"""More than the CUDA context of a process takes: less than this in use besides torch's memory is no sign of others."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -38,43 +43,129 @@ def derive_plan(
     tokenizer: PreTrainedTokenizerBase,
     sizes: DataSizes,
     *,
+    job: Job,
     reference: str | None = None,
 ) -> RunPlan:
-    """The plan of a new run. RefusedError when the KV cache cannot hold a single sequence."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    train, rollout = recipe.train, recipe.rollout
-    compute_dtype = recipe.model.compute_dtype
-    if compute_dtype == "auto":
-        compute_dtype = "bfloat16" if device == "cuda" else recipe.model.dtype
-    checkpointing = train.activation_checkpointing
-    if checkpointing == "auto":
-        checkpointing = "full" if device == "cuda" else "none"
+    """The plan of a new run. RefusedError when it does not fit, naming phases, bytes and what would help."""
+    memory = fitting(job, machine(recipe))
+    choices = memory.choices
     packing = recipe.model.packing
     if packing == "auto":
-        packing = "packed" if device == "cuda" and compute_dtype == "bfloat16" else "padded"
+        packing = "packed" if choices.device == "cuda" and choices.compute_dtype == "bfloat16" else "padded"
     steps = total_steps(recipe, sizes)
-    slot_tokens = sizes.longest_prompt + rollout.max_response_tokens
-    slot_bytes = slot_tokens * kv_bytes_per_token(config, DTYPES[compute_dtype])
-    num_sequences = max(
-        recipe.data.prompts_per_step * rollout.samples_per_prompt, sizes.num_eval * rollout.eval.samples, 1
-    )
-    kv_memory = rollout.kv_memory if rollout.kv_memory is not None else int(KV_SHARE * free_memory(recipe, device))
-    num_slots = plan_slots(kv_memory=int(kv_memory), slot_bytes=slot_bytes, num_sequences=num_sequences)
-    return RunPlan(
+    slot_tokens = sizes.longest_prompt + recipe.rollout.max_response_tokens
+    plan = RunPlan(
         steps=steps,
         optimizer_steps=optimizer_steps(recipe, steps),
-        device=device,
-        threads=train.threads or torch.get_num_threads(),
-        compute_dtype=compute_dtype,
+        device=choices.device,
+        threads=recipe.train.threads or torch.get_num_threads(),
+        compute_dtype=choices.compute_dtype,
         packing=packing,
-        activation_checkpointing=checkpointing,
-        token_budget=train.token_budget or max(TOKEN_BUDGET[device], sizes.longest_sequence),
-        logprob_chunk=train.logprob_chunk,
-        num_slots=num_slots,
+        activation_checkpointing=choices.activation_checkpointing,
+        token_budget=choices.token_budget,
+        logprob_chunk=recipe.train.logprob_chunk,
+        num_slots=1,
         slot_tokens=slot_tokens,
-        kv_bytes=num_slots * slot_bytes,
+        kv_bytes=0,
+        optimizer_state=choices.optimizer_state,
+        reference_placement=choices.reference_placement,
+        memory=memory,
         reference=reference,
         stop_token_ids=stop_ids(recipe, config, tokenizer),
+    )
+    return with_slots(plan, config, job)
+
+
+def job_of(
+    recipe: Recipe,
+    config: PreTrainedConfig,
+    sizes: DataSizes,
+    *,
+    objective: Objective,
+    reference: PreTrainedConfig | None = None,
+) -> Job:
+    """What the memory plan is a function of, with the lengths that the data really has."""
+    rollout = recipe.rollout
+    return Job(
+        recipe=recipe,
+        sizes=model_sizes(config),
+        reference=None if reference is None else model_sizes(reference),
+        objective=objective,
+        generates=objective == "policy" or sizes.num_eval > 0,
+        longest_prompt=sizes.longest_prompt,
+        longest_sequence=sizes.longest_sequence,
+        num_sequences=max(
+            recipe.data.prompts_per_step * rollout.samples_per_prompt if objective == "policy" else 0,
+            sizes.num_eval * rollout.eval.samples,
+            1,
+        ),
+    )
+
+
+def model_sizes(config: PreTrainedConfig) -> ModelSizes:
+    """By the rules of its family; of a family without rules, from the model built without memory."""
+    try:
+        return read_sizes(config.to_dict())
+    except RefusedError:
+        return sizes_of(build_meta(config, torch.float32))
+
+
+def machine(recipe: Recipe) -> Machine:
+    """What this process may use. Of a GPU that others use too, what they leave."""
+    found = machine_of(recipe, device="cuda" if torch.cuda.is_available() else "cpu")
+    if found.device == "cpu":
+        return found
+    free, total = torch.cuda.mem_get_info()
+    taken = total - free - torch.cuda.memory_reserved()  # by others, and by this process's context
+    return replace(found, device_bytes=min(found.device_bytes, total - max(taken - _OWN_CONTEXT, 0)))
+
+
+def fitting(job: Job, machine: Machine) -> MemoryPlan:
+    """The memory plan. RefusedError: it does not fit."""
+    memory = plan_memory(job, machine)
+    if not memory.fits:
+        raise refusal_error(memory)
+    return memory
+
+
+def with_slots(plan: RunPlan, config: PreTrainedConfig, job: Job) -> RunPlan:
+    """`plan` with the engine's sequences: what its KV cache holds, and no more than the work can use.
+
+    RefusedError when it cannot hold a single one.
+    """
+    assert plan.memory is not None
+    if not job.generates:
+        return plan
+    slot_bytes = plan.slot_tokens * kv_bytes_per_token(config, DTYPES[plan.compute_dtype])
+    slots = plan_slots(kv_memory=plan.memory.choices.kv_bytes, slot_bytes=slot_bytes, num_sequences=job.num_sequences)
+    kv_bytes = slots * slot_bytes if job.recipe.rollout.engine == "native" else plan.memory.choices.kv_bytes
+    return plan.model_copy(update={"num_slots": slots, "kv_bytes": kv_bytes})
+
+
+def replan(plan: RunPlan, job: Job) -> RunPlan:
+    """The memory of a run whose numbers are settled: for the machine as it is now, or with what was measured.
+
+    RefusedError when they do not fit.
+    """
+    recipe = job.recipe
+    settled = recipe.model_copy(
+        update={
+            "train": recipe.train.model_copy(
+                update={
+                    "token_budget": plan.token_budget,
+                    "activation_checkpointing": plan.activation_checkpointing,
+                }
+            ),
+            "rollout": recipe.rollout.model_copy(update={"kv_memory": plan.kv_bytes} if plan.kv_bytes else {}),
+        }
+    )
+    memory = fitting(replace(job, recipe=settled), machine(recipe))
+    return plan.model_copy(
+        update={
+            "optimizer_state": memory.choices.optimizer_state,
+            "reference_placement": memory.choices.reference_placement,
+            "memory": memory,
+        }
     )
 
 
@@ -171,13 +262,41 @@ def stop_ids(recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrainedToke
     return tuple(sorted(found))
 
 
-def free_memory(recipe: Recipe, device: str) -> int:
-    """Bytes free where the KV cache will live, within the capacity that the recipe allows."""
-    if device == "cuda":
-        free, total = torch.cuda.mem_get_info()
-        allowed = recipe.memory.device_memory or total
-        return min(free, int(allowed))
-    reader = HostReader()
-    limits = [psutil.virtual_memory().available, reader.limit, recipe.memory.host_memory]
-    reader.close()
-    return min(int(limit) for limit in limits if limit is not None)
+@dataclass(slots=True, kw_only=True, frozen=True)
+class EvaluationPlan:
+    """What an evaluation without a trainer needs to know."""
+
+    device: Literal["cpu", "cuda"]
+    threads: int
+    compute_dtype: str
+    num_slots: int
+    slot_tokens: int
+    stop_token_ids: tuple[int, ...]
+
+
+def plan_evaluation(
+    recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, sizes: DataSizes
+) -> EvaluationPlan:
+    """The engine alone: weights and KV cache. RefusedError when the cache cannot hold a single sequence."""
+    have = machine(recipe)
+    dtype = recipe.model.compute_dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if have.device == "cuda" else recipe.model.dtype
+    room = have.device_bytes
+    if have.device == "cuda":
+        weights = model_sizes(config).parameter_bytes(ITEMSIZE[dtype])
+        room = int((1 - ALLOCATOR_SHARE) * room) - weights - _OWN_CONTEXT
+    asked = recipe.rollout.kv_memory
+    slot_tokens = sizes.longest_prompt + recipe.rollout.max_response_tokens
+    return EvaluationPlan(
+        device=have.device,
+        threads=recipe.train.threads or torch.get_num_threads(),
+        compute_dtype=dtype,
+        num_slots=plan_slots(
+            kv_memory=int(KV_SHARE * room) if asked is None else int(asked),
+            slot_bytes=slot_tokens * kv_bytes_per_token(config, DTYPES[dtype]),
+            num_sequences=max(sizes.num_eval * recipe.rollout.eval.samples, 1),
+        ),
+        slot_tokens=slot_tokens,
+        stop_token_ids=stop_ids(recipe, config, tokenizer),
+    )

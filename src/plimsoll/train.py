@@ -81,11 +81,12 @@ def train(s: Session, guard: InterruptGuard) -> None:
             token_budget=plan.token_budget,
             mini_batches=recipe.train.mini_batches_per_step,
         )
-        if policy.worker.needs_old or policy.worker.needs_reference:
+        if policy.worker.needs_old:
             with s.enter(Phase.LOGPROB):
-                policy.map(
-                    PolicyWorker.score, batch, old=policy.worker.needs_old, reference=policy.worker.needs_reference
-                )
+                policy.map(PolicyWorker.score, batch, old=True, reference=False)
+        if policy.worker.needs_reference:
+            with s.enter(Phase.REFERENCE):
+                policy.map(PolicyWorker.score, batch, old=False, reference=True)
         advantages = policy.map(PolicyWorker.advantages, batch)[0]
         with s.enter(Phase.UPDATE):
             update = policy.map(PolicyWorker.update, batch)[0]
@@ -114,6 +115,7 @@ def train(s: Session, guard: InterruptGuard) -> None:
 
 def rollout(s: Session, step: int, guard: InterruptGuard) -> Filled:
     """The groups of the step. When dynamic sampling gives up, what was trained so far is saved first."""
+    s.sync()  # nothing to do, unless a phase since the last sync has taken the engine's weights away
     try:
         with s.enter(Phase.ROLLOUT):
             return fill(s, step)

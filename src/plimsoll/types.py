@@ -25,7 +25,10 @@ The value at index i belongs to token i: it was computed from the hidden state a
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:  # the vocabulary is imported by processes that must start without torch
+    from torch import Tensor
 
 
 class FinishReason(StrEnum):
@@ -135,6 +138,54 @@ class Engine(Protocol):
     @property
     def idle(self) -> bool:
         """True when nothing is queued or active."""
+        ...
+
+
+EnginePart = Literal["weights", "kv_cache"]
+"""What an engine drops while it sleeps."""
+
+
+class ColocatedEngine(Engine, Protocol):
+    """An engine with weights of its own on the trainer's device: it sleeps while others need the memory, and each sync
+    sends it the weights anew, in buckets.
+
+        sleep → … → wake(weights) → begin → bucket, bucket, … → commit → wake(kv_cache) → add, step, …
+    """
+
+    @property
+    def weights_bytes(self) -> int:
+        """Device bytes of the weights now; 0 while they sleep."""
+        ...
+
+    @property
+    def kv_bytes(self) -> int:
+        """Device bytes of the KV cache now; 0 while it sleeps."""
+        ...
+
+    def awake(self, part: EnginePart) -> bool:
+        """Whether a part is on the device."""
+        ...
+
+    def sleep(self, parts: Sequence[EnginePart]) -> None:
+        """Give the memory of these parts back, contents dropped. The engine must be idle and the parts awake. Without
+        its weights `version` is -1, until the next commit."""
+        ...
+
+    def wake(self, parts: Sequence[EnginePart]) -> None:
+        """Take memory for these parts again, without contents."""
+        ...
+
+    def begin(self, version: int) -> None:
+        """Weights of this version follow; `version` is -1 until they are all there. The engine must be idle."""
+        ...
+
+    def bucket(self, tensors: "Sequence[tuple[str, Tensor]]") -> None:
+        """Some of the weights, by the names of a Hugging Face checkpoint, each name in one bucket only. The tensors
+        are read before the call returns and not kept."""
+        ...
+
+    def commit(self, version: int) -> None:
+        """That was all of them: an error if it was not. Cached prefixes are void."""
         ...
 
 

@@ -75,8 +75,11 @@ def placement_case(folder: Path, placement: str, shard: int | None) -> dict[str,
     worker = build(folder, plane, shard=shard, reference_placement=placement)
     batch = make_batch(make_groups(plane))
     found: dict[str, Any] = {"before": held(worker)}
+    assert worker.reference is not None
     for name in ("first", "later"):
+        worker.reference.admit()
         worker.score(batch, old=True, reference=True)
+        worker.reference.evict()
         found |= {name: column(plane, batch, "ref_logprobs"), f"{name}_old": column(plane, batch, "old_logprobs")}
         found[f"after_{name}"] = held(worker)
         worker.advantages(batch)
@@ -97,10 +100,10 @@ def changed_case(folder: Path, rank: int, placement: str) -> tuple[str, int]:
     mine = folder / f"own_{placement}_{rank}"
     plane = LocalPlane()
     worker = build(mine, plane, reference_placement=placement)
-    batch = make_batch(make_groups(plane))
+    assert worker.reference is not None
     if rank == 1:
         (mine / "model.safetensors").touch()
-    return refused(lambda: worker.score(batch, old=False, reference=True)), held(worker)
+    return refused(worker.reference.admit), held(worker)
 
 
 def broken_case(folder: Path, rank: int) -> str:

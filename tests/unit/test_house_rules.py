@@ -19,14 +19,14 @@ VOCABULARY = {"types", "errors", "config", "jsonl", "__version__"}
 MAY_IMPORT: dict[str, set[str]] = {
     # Stages, in the order of the data. They do not know one another; `update` is made of the parts below it.
     "data": set(),
-    "rollout": {"plane"},
+    "rollout": {"plane", "memory.resident", "memory.names"},  # an engine says what it holds
     "reward": set(),
     "advantage": set(),
     "batch": set(),
     "loss": set(),
-    "update": {"loss", "advantage", "model", "parallel", "plane", "weights", "memory.resident"},
-    "sync": {"model", "parallel", "weights", "memory.resident"},
-    "memory": set(),
+    "update": {"loss", "advantage", "model", "parallel", "plane", "weights", "memory.resident", "memory.names"},
+    "sync": {"model", "parallel", "weights", "memory.resident", "memory.names"},
+    "memory": {"model.sizes", "weights.limits"},  # the plan is made of sizes alone
     "checkpoint": {"weights"},
     "observe": set(),
     # What stages stand on.
@@ -36,10 +36,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "weights": set(),
     "cluster": {"memory.allocator"},
     "plane": set(),
+    "migrate": {"memory.plan", "model.sizes"},  # compares another framework's way with our plan
     # The command line sees what it needs before anything heavy is imported; the loops are imported inside commands.
     "cli": {
+        "cluster.engine_environment",
         "cluster.signals",
+        "migrate",
         "memory.allocator",
+        "memory.plan.command",
         "observe.run_folder",
         "observe.report",
         "reward.resolve",
@@ -72,6 +76,13 @@ NO_TORCH = (
     "observe/report/",
     "data/order.py",
     "memory/allocator.py",
+    "memory/names.py",
+    "memory/phases.py",
+    "memory/schedule.py",
+    "memory/plan/",
+    "model/size",
+    "weights/limits.py",
+    "migrate/",
     "cli.py",
 )
 """Imported before torch, or in processes that must start fast."""

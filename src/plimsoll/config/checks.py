@@ -5,6 +5,7 @@ note, to be said once. Files are looked at in `files.py`; here only the recipe c
 """
 
 from collections.abc import Iterator
+from typing import Literal
 
 from plimsoll.config.recipe import Recipe
 from plimsoll.config.reward_checks import reward_causes
@@ -40,6 +41,14 @@ def check_eval(recipe: Recipe) -> tuple[str, ...]:
     return ()
 
 
+def check_plan(recipe: Recipe, objective: Literal["policy", "supervised"]) -> tuple[str, ...]:
+    """What a plan needs to hold: the rules of training, but for what is not built yet and what only weights are for."""
+    model = () if recipe.model.path is None and recipe.model.config is not None else _model(recipe)
+    work = (_rows,) if objective == "supervised" else (_reference, _algorithm, _batch)
+    _refuse(iter(model), *(rules(recipe) for rules in work), _mesh(recipe), _data(recipe), reward_causes(recipe))
+    return tuple(_notes(recipe))
+
+
 def _refuse(*groups: Iterator[str]) -> None:
     causes = [cause for group in groups for cause in group]
     if causes:
@@ -50,7 +59,8 @@ def _not_built(recipe: Recipe) -> Iterator[str]:
     """Settings that the schema knows and this version cannot do yet."""
     cluster, parallel = recipe.cluster, recipe.parallel
     settings = (
-        ("rollout.engine", recipe.rollout.engine, recipe.rollout.engine != "native", "native"),
+        ("rollout.engine", recipe.rollout.engine, recipe.rollout.engine == "sglang", "native"),
+        ("rollout.tensor_parallel", recipe.rollout.tensor_parallel, recipe.rollout.tensor_parallel > 1, "1"),
         ("cluster.backend", cluster.backend, cluster.backend != "inline", "inline"),
         ("cluster.ranks", cluster.ranks, cluster.ranks > 1, "1"),
         ("cluster.ranks_per_node", cluster.ranks_per_node, cluster.ranks_per_node not in (None, 1), "null"),
@@ -80,6 +90,20 @@ def _model(recipe: Recipe) -> Iterator[str]:
             f"`model.path={model.path}` is not read when `model.init` is `random`: set `model.path=null`, "
             "or `model.init=pretrained` to start from its weights"
         )
+
+
+def _mesh(recipe: Recipe) -> Iterator[str]:
+    """How ranks are grouped. Nodes may be filled unevenly: the last one holds what is left."""
+    ranks = recipe.cluster.ranks
+    for key, value in (
+        ("parallel.shard", recipe.parallel.shard),
+        ("rollout.tensor_parallel", recipe.rollout.tensor_parallel),
+    ):
+        if value is not None and ranks % value:
+            yield (
+                f"`{key}={value}` does not divide `cluster.ranks={ranks}`; set `{key}` to "
+                f"{_either(_divisors(ranks, value))}"
+            )
 
 
 def _reference(recipe: Recipe) -> Iterator[str]:

@@ -17,12 +17,21 @@ def check_files(recipe: Recipe, recipe_file: Path, *, command: str = "train", re
     """RecipeError names every key whose file or folder is missing. `recipe_file`: the recipe as the user named it, so
     that a missing run can be answered with the command that makes it. `command`: train, sft or eval. `resume`: weights
     and tokenizer come from the run itself."""
-    causes = [*_sources(recipe, command), *(_sinks(recipe) if command != "eval" else ())]
+    causes = [*_sources(recipe, command), *(_sinks(recipe) if command != "eval" else ()), *_engine(recipe)]
     if command != "eval" and not resume:
         causes += _models(recipe, recipe_file, command)
         causes += _own_folder(recipe)
     if causes:
         raise RecipeError(causes)
+
+
+def _engine(recipe: Recipe) -> Iterator[str]:
+    """The engine's library, looked for without importing it: that alone takes a quarter of a minute."""
+    if recipe.rollout.engine == "vllm" and not installed("vllm"):
+        yield (
+            f"`rollout.engine=vllm` needs vLLM, which is not installed: {how_to_install('vllm')}; or set "
+            "`rollout.engine=native`, for small models"
+        )
 
 
 def _sinks(recipe: Recipe) -> Iterator[str]:

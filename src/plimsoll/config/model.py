@@ -31,5 +31,5 @@ class ModelConfig(Section):
     """Where the frozen reference is between passes. `device`: its shard stays (compute dtype x parameters / ranks of a
     shard group). `page_cache`: nowhere; copied for each pass from a map of its files, fast while the node's page cache
     holds them. `ring`: nowhere; read for each pass through 192 MiB of host memory. `arena`: a copy of the shard in host
-    memory, pinned on a GPU. `auto`: `device` on a CPU, or when it takes at most a fifth of the device; else
-    `page_cache` (`ring` where a map cannot be registered), or `arena` for a reference that no file holds."""
+    memory, pinned on a GPU. `auto`: `device` where the memory plan finds room for it; else `page_cache` (`ring` where a
+    map cannot be registered), or `arena` for a reference that no file holds."""

@@ -29,7 +29,12 @@ class RolloutConfig(Section):
     """Engine and sampling. Nothing is inherited from the model's generation_config.json."""
 
     engine: Literal["native", "vllm", "sglang"] = "native"
-    """Inference engine."""
+    """Inference engine. `native`: our own, for CPUs, small models and tests. `vllm` (extra `vllm`): in this process, on
+    the trainer's GPU."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Ranks that share one engine, each with its part of the weights and of the KV cache."""
+    cuda_graphs: bool = True
+    """vLLM only: capture its decode step in CUDA graphs; faster, for some hundred MiB and a minute at the start."""
     samples_per_prompt: int = Field(default=8, ge=1)
     """Samples of a group. Group estimators need at least 2."""
     temperature: float = Field(default=1.0, gt=0.0)

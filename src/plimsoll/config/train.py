@@ -42,13 +42,14 @@ class TrainConfig(Section):
     logprob_chunk: int = Field(default=2048, ge=1)
     """Tokens whose logits exist at the same time."""
     activation_checkpointing: Literal["auto", "none", "full", "selective"] = "auto"
-    """Recompute layers in backward: none, all, every second one. `auto`: full on a GPU, none on a CPU."""
+    """Recompute layers in backward: none, all, every second one. `auto`: none on a CPU; on a GPU the least of `none`,
+    `selective`, `full` that the memory plan finds room for."""
     compile: bool = False
     """torch.compile each layer."""
     optimizer_state: Literal["device", "streamed", "auto"] = "auto"
     """Where AdamW's moments live. `device`: beside the parameters. `streamed`: in host memory of their exact size, and
     taken through the device group by group within each step (768 MiB of it for that time); the same bits. `auto`:
-    `streamed` where parameters, gradients and moments would take more than 80 % of a GPU, else `device`."""
+    `device` where the memory plan finds room for them, else `streamed`."""
     eval_every: int | None = Field(default=None, ge=1)
     """Steps between evaluations. Default: only before the first step and after the last."""
     eval_at_ends: bool = True

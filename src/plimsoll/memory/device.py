@@ -99,11 +99,25 @@ class CudaDevice:
         return allocator_mode(self._index)
 
 
+@dataclass(slots=True, kw_only=True, frozen=True)
+class EngineMemory:
+    """Device memory of an engine in this process, bytes.
+
+    A pool like vLLM's lies below torch's counters: they go on counting it while the engine sleeps and nothing is
+    mapped. So what they count and what is there are two figures.
+    """
+
+    counted: int  # in torch's allocated and reserved, awake or asleep
+    mapped: int  # on the device now
+
+
 class FakeDevice:
     """A device for tests: allocators with a cache, for it and for the host, and memory that only the driver sees."""
 
     def __init__(self, *, total: int, outside: int = 0, name: str = "fake:0") -> None:
         self._name = name
+        self._pool = 0  # bytes of an engine's pool, which torch counts awake or asleep
+        self._asleep = False
         self.total = total
         self.outside = outside  # bytes of contexts, engine pools, other processes
         self.mode: AllocatorMode = "plain"
@@ -131,11 +145,30 @@ class FakeDevice:
         """What is cached for the host goes back to the system."""
         self.pinned_cached = 0
 
+    def add_pool(self, num_bytes: int) -> None:
+        """An engine takes memory for its pool; it is awake."""
+        self._pool += num_bytes
+        self.allocate(num_bytes)
+
+    def sleep(self) -> None:
+        """The pool's memory goes back to the driver. torch's counters do not notice."""
+        self._asleep = True
+
+    def wake(self) -> None:
+        """The pool's memory is there again."""
+        self._asleep = False
+
+    def engine(self) -> EngineMemory:
+        """What the engine says of itself."""
+        return EngineMemory(counted=self._pool, mapped=0 if self._asleep else self._pool)
+
     def allocate(self, num_bytes: int) -> None:
-        """A tensor: out of the cache where it fits, else from the driver."""
+        """A tensor: out of the cache where it fits, else from the driver. torch.OutOfMemoryError when it is full."""
+        reserved = max(self._reserved, self._allocated + num_bytes)
+        if self._used(reserved) > self.total:
+            raise torch.OutOfMemoryError(f"the fake device is full: tried to allocate {num_bytes} bytes")
         self._allocated += num_bytes
-        self._reserved = max(self._reserved, self._allocated)
-        assert self._reserved + self.outside <= self.total, "the fake device is full"
+        self._reserved = reserved
         self._allocated_peak = max(self._allocated_peak, self._allocated)
         self._reserved_peak = max(self._reserved_peak, self._reserved)
 
@@ -160,10 +193,13 @@ class FakeDevice:
             reserved=self._reserved,
             allocated_peak=self._allocated_peak,
             reserved_peak=self._reserved_peak,
-            used=self._reserved + self.outside,
+            used=self._used(self._reserved),
             total=self.total,
             pinned=self.pinned_used + self.pinned_cached,
         )
+
+    def _used(self, reserved: int) -> int:
+        return reserved + self.outside - (self._pool if self._asleep else 0)
 
     def reset_peaks(self) -> None:
         """Peaks start again from the current values."""

@@ -36,6 +36,7 @@ class HostReader:
         # Held open and read with pread: the text is made anew at every read, and opening costs more than reading.
         self._status = os.open(status, os.O_RDONLY | os.O_CLOEXEC) if status.is_file() else None
         self._cgroup = cgroup_memory(proc, cgroup_root)
+        self._oom_files = _oom_files(proc, cgroup_root, self._cgroup)
         total = _kilobytes(_read_text(proc / "meminfo"), "MemTotal")
         self.limit = _smallest(self._cgroup.limit if self._cgroup else None, total)
         """Bytes that this process may use at most: the cgroup's limit or the machine's memory; None: unknown."""
@@ -54,6 +55,37 @@ class HostReader:
             shared=_kilobytes(status, "RssShmem"),
             available=_smallest(node, self._cgroup.available() if self._cgroup else None),
         )
+
+    def processes(self) -> dict[int, int]:
+        """VmRSS now, bytes, of this process and of all below it, by process id. Pages that they share count in each."""
+        found: dict[int, int] = {}
+        waiting = [os.getpid()]
+        while waiting:
+            pid = waiting.pop()
+            size = _kilobytes(_read_text(self._proc / str(pid) / "status"), "VmRSS")
+            if size is None or pid in found:
+                continue
+            found[pid] = size
+            for children in (self._proc / str(pid) / "task").glob("*/children"):
+                waiting += [int(word) for word in _read_text(children).split()]
+        return found
+
+    def oom_kills(self) -> int | None:
+        """Processes that the kernel has killed for memory in the cgroup of this process, so far; None: it does not say.
+
+        The count tells a worker that vanished for want of memory from one that crashed.
+        """
+        for file in self._oom_files:
+            for line in _read_text(file).splitlines():
+                key, _, value = line.partition(" ")
+                if key == "oom_kill" and value.strip().isdigit():
+                    return int(value)
+        return None
+
+    @property
+    def cgroup(self) -> "CgroupMemory | None":
+        """The limit that binds; None: there is none."""
+        return self._cgroup
 
     def close(self) -> None:
         """Close the file that is held open; afterwards the process's numbers are absent."""
@@ -115,6 +147,17 @@ def cgroup_memory(proc: Path = PROC, cgroup_root: Path = SYS_CGROUP) -> CgroupMe
                 if limit < _NO_LIMIT and (tightest is None or limit < tightest.limit):
                     tightest = CgroupMemory(folder=folder, limit=limit, usage_file=names[1], inactive_key=names[2])
     return tightest
+
+
+def _oom_files(proc: Path, cgroup_root: Path, limited: CgroupMemory | None) -> list[Path]:
+    """Files that may hold the count of kills: of the group with the limit first, else of the process's own or of the
+    mount's root, which inside a container is the container's group. v2 counts the groups below with each group."""
+    folders = [limited.folder] if limited else []
+    for line in _read_text(proc / "self" / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        base = cgroup_root if controllers == "" else cgroup_root / "memory"
+        folders += [base / path.lstrip("/"), base]
+    return [folder / name for folder in folders for name in ("memory.events", "memory.oom_control")]
 
 
 class PeakSampler:

@@ -9,6 +9,7 @@ class Phase(StrEnum):
     LOAD = "load"
     ROLLOUT = "rollout"
     LOGPROB = "logprob"
+    REFERENCE = "reference"
     UPDATE = "update"
     SYNC = "sync"
     SAVE = "save"
@@ -25,6 +26,7 @@ _LOG_NAMES = {
     Phase.LOAD: "init_model",
     Phase.ROLLOUT: "generate_sequences",
     Phase.LOGPROB: "compute_log_prob",
+    Phase.REFERENCE: "compute_ref_log_prob",
     Phase.UPDATE: "update_actor",
     Phase.SYNC: "update_weights",
     Phase.SAVE: "save_checkpoint",

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,17 +23,37 @@ class Place(StrEnum):
 
     DEVICE = "device"  # memory of the worker's device; on a CPU run that is host memory
     HOST = "host"
+    ENGINE = "engine"  # device memory in the pools of an engine in this process, which torch's counters misreport
+
+
+class Mover(Protocol):
+    """How a resident leaves the device and comes back. Only `memory.enter` calls it."""
+
+    @property
+    def present(self) -> bool:
+        """Whether the resident can be used."""
+        ...
+
+    def evict(self) -> int:
+        """Take it off the device (KEEP: to host memory; REBUILD: dropped). Returns bytes copied; 0 when it was away."""
+        ...
+
+    def admit(self) -> int:
+        """Bring it back (REBUILD: memory for it, whose contents its owner makes anew). Returns bytes copied."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Resident:
     """A named, owned group of bytes."""
 
-    name: str  # unique in its process, for example "actor_parameters"
+    name: str  # of memory/names.py; unique in its process
     survival: Survival
     predicted_bytes: int | None = None  # from the config alone; None: nobody has predicted it
     measured: Callable[[], int]  # bytes now, by summing storages (`storage_bytes`) or by asking the engine
     place: Place = Place.DEVICE
+    mover: Mover | None = None  # None: it stays where it is
+    version: Callable[[], int] | None = None  # policy version of its contents (weights, KV cache); -1: none
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -100,7 +100,18 @@ class LayerCache:
         for store in (self.keys[:, :, :length], self.values[:, :, :length]):
             store.index_copy_(0, destinations, store.index_select(0, sources))
 
+    def vacate(self) -> None:
+        """Free the memory of both tensors; they keep their shapes. Nothing to do when it was done before."""
+        for store in (self.keys, self.values):
+            store.untyped_storage().resize_(0)
+
+    def fill(self) -> None:
+        """Take the memory again; zeros, as in the beginning."""
+        for store in (self.keys, self.values):
+            store.untyped_storage().resize_(store.nbytes)
+            store.zero_()
+
     @property
     def num_bytes(self) -> int:
-        """Bytes of both tensors."""
-        return self.keys.nbytes + self.values.nbytes
+        """Memory of both tensors now."""
+        return self.keys.untyped_storage().nbytes() + self.values.untyped_storage().nbytes()

@@ -27,7 +27,7 @@ from plimsoll.rollout.kv import LayerCache, kv_bytes_per_token, max_positions, n
 from plimsoll.rollout.noise import uniforms
 from plimsoll.rollout.sampling import RowParams, sample
 from plimsoll.rollout.slots import Pending, Prefixes, SlotTable, batches
-from plimsoll.types import Completion, FinishReason, Request, SampleId
+from plimsoll.types import Completion, EnginePart, FinishReason, Request, SampleId
 
 _LENGTH_STEP = 16
 """Attention looks at a multiple of this many cached tokens: few shapes, aligned for fused kernels."""
@@ -58,6 +58,7 @@ class NativeEngine:
         self._ids: set[SampleId] = set()
         self._arrivals = 0
         self._version = 0
+        self._awake = True  # the KV cache has memory
         self._params: RowParams | None = None  # of rows as they are; None: rows have changed
 
     @property
@@ -72,8 +73,37 @@ class NativeEngine:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the KV cache, allocated once."""
+        """Device bytes of the KV cache now; 0 while it sleeps."""
         return sum(layer.num_bytes for layer in self._layers.values())
+
+    def awake(self, part: EnginePart) -> bool:
+        """Whether a part is on the device. The weights are not the engine's own: whoever lends them moves them."""
+        return part == "weights" or self._awake
+
+    def sleep(self, parts: Sequence[EnginePart]) -> None:
+        """Free the KV cache; the prompts that it held are forgotten. The engine must be idle and the cache awake."""
+        self._check_parts(parts, awake=True)
+        assert self.idle, "an engine with unfinished requests was put to sleep"
+        self._prefixes.clear()
+        self._awake = False
+        for layer in self._layers.values():
+            layer.vacate()
+
+    def wake(self, parts: Sequence[EnginePart]) -> None:
+        """Take memory for the KV cache again, all of it or, when the device has no room, none."""
+        self._check_parts(parts, awake=False)
+        try:
+            for layer in self._layers.values():
+                layer.fill()
+        except BaseException:
+            for layer in self._layers.values():
+                layer.vacate()
+            raise
+        self._awake = True
+
+    def _check_parts(self, parts: Sequence[EnginePart], *, awake: bool) -> None:
+        assert tuple(parts) == ("kv_cache",), f"the KV cache is all that this engine has, not {list(parts)}"
+        assert self._awake == awake, f"the KV cache is {'awake' if self._awake else 'asleep'} already"
 
     def set_version(self, version: int) -> None:
         """The weights have changed. Kept prompts are forgotten, as their keys and values belong to the old weights.
@@ -112,6 +142,7 @@ class NativeEngine:
         """Advance every active sequence by one token; what finished comes in the order of its slots."""
         if self.idle:
             return []
+        assert self._awake, "a step while the KV cache is asleep"
         with torch.inference_mode():
             self._admit()
             self._compact()

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from plimsoll.memory import names
 from plimsoll.memory.resident import Resident, Survival, storage_bytes
 from plimsoll.model.build import build_rollout_skeleton, place
 from plimsoll.parallel.tensors import full
 from plimsoll.weights.names import plain_name
+from plimsoll.weights.offload import storage_sizes, storages_of
 
 
 class WeightSource(Protocol):
@@ -41,7 +43,7 @@ class VersionedEngine(Protocol):
 
 
 class RolloutWeights:
-    """The engine's model and how its weights follow the trainer's."""
+    """The engine's model and how its weights follow the trainer's; the mover of the copy, where there is one."""
 
     def __init__(self, source: WeightSource, dtype: torch.dtype) -> None:
         """`dtype`: what the engine computes in."""
@@ -57,24 +59,74 @@ class RolloutWeights:
             place(self.model, name, placed[id(parameter)])
         left = [name for name, parameter in self.model.named_parameters() if parameter.device.type == "meta"]
         assert not left, f"the trainer has no weights for {left}"
+        self._storages = storages_of(self._copied.values())
+        self._sizes = storage_sizes(self._copied.values())
+        self._version = source.version
+        self._present = True
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes of parameters that are a copy; 0 when all are the trainer's own."""
+        """Device bytes of parameters that are a copy; 0 when all are the trainer's own, or while the copy is away."""
         return storage_bytes(self._copied.values())
+
+    @property
+    def borrowed(self) -> bool:
+        """Whether the engine samples with the trainer's own parameters, so that a rollout needs those."""
+        return not self._copied
+
+    @property
+    def version(self) -> int:
+        """Policy version of the last refresh; -1: the copy has left the device since."""
+        return self._version
+
+    @property
+    def present(self) -> bool:
+        """Whether the copy has memory."""
+        return self._present
+
+    def evict(self) -> int:
+        """Drop the copy: the next refresh overwrites it anyway."""
+        self._version = -1
+        self._present = False
+        for storage in self._storages:
+            storage.resize_(0)
+        return 0
+
+    def admit(self) -> int:
+        """Take memory for the copy, all of it or, when the device has no room, none. `refresh` fills it."""
+        try:
+            for storage, num_bytes in zip(self._storages, self._sizes, strict=True):
+                storage.resize_(num_bytes)
+        except BaseException:
+            for storage in self._storages:
+                storage.resize_(0)
+            raise
+        self._present = True
+        return 0
 
     def residents(self) -> tuple[Resident, ...]:
         """The copy, where there is one."""
-        if not self._copied:
+        if self.borrowed:
             return ()
-        return (Resident(name="rollout_parameters", survival=Survival.REBUILD, measured=lambda: self.copied_bytes),)
+        return (
+            Resident(
+                name=names.ROLLOUT_PARAMETERS,
+                survival=Survival.REBUILD,
+                measured=lambda: self.copied_bytes,
+                mover=self,
+                version=lambda: self.version,
+            ),
+        )
 
     @torch.no_grad()
     def refresh(self, source: WeightSource) -> int:
         """Copy what is not shared; returns the bytes written. Collective on several ranks."""
+        assert self._present, "weights were sent to a copy that is not on the device"
+        self._version = -1  # a copy that fails half-way is of no version
         tensors = _parameters(source)
         for name, copy in self._copied.items():
             copy.copy_(full(tensors[name]))
+        self._version = source.version
         return self.copied_bytes
 
     def _own_or_borrow(self, name: str, parameter: Tensor, dtype: torch.dtype) -> nn.Parameter:

@@ -154,6 +154,7 @@ class Builder:
             activation_checkpointing=self.plan.activation_checkpointing if trained else "none",
             compile_layers=self.recipe.train.compile,
             trained=trained,
+            default_stream_gather=self.recipe.memory.default_stream_gather,
         )
 
 

@@ -1,12 +1,10 @@
 """AdamW with clipping, a schedule, and steps that are skipped whole when a gradient is not finite."""
 
-import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
 from plimsoll.config.train import TrainConfig
@@ -15,11 +13,6 @@ from plimsoll.parallel.tensors import local
 from plimsoll.update.adamw import AdamWPlace, AdamWSettings, DeviceAdamW
 from plimsoll.update.schedule import learning_rate
 from plimsoll.update.streamed import StreamedAdamW
-
-logger = logging.getLogger(__name__)
-
-DEVICE_SHARE = 0.8
-"""Share of a device's memory that parameters, gradients and moments may take together; the rest is for activations."""
 
 Location = Literal["device", "streamed"]
 
@@ -51,7 +44,7 @@ class Optimizer:
         *,
         location: Location = "device",
     ) -> None:
-        """`location`: where the moments live between steps, see `locate_moments`."""
+        """`location`: where the moments live between steps."""
         self._parameters = dict(parameters)
         self._config = config
         self._total_steps = total_steps
@@ -114,47 +107,3 @@ class Optimizer:
     def close(self) -> None:
         """Give host memory of the moments back; there is no step and no save after this. May be called again."""
         self._adamw.close()
-
-
-def locate_moments(
-    train: TrainConfig, device_memory: int | None, parameters: Iterable[Tensor], device: torch.device
-) -> Location:
-    """`train.optimizer_state`, and what its `auto` means for this rank's part of `parameters`; the log says it.
-
-    `device_memory`: bytes that the run may use of the device; None: all that it has.
-    The places give equal bits: ranks need not agree, and a resumed run may take another one.
-    """
-    wanted = train.optimizer_state
-    if wanted != "auto":
-        return wanted
-    capacity = device_capacity(device, device_memory)
-    if capacity is None:
-        return "device"
-    num_bytes = training_bytes(parameters)
-    chosen = choose_location(num_bytes, capacity)
-    logger.info(
-        "train.optimizer_state=auto: %s (parameters, gradients and moments of this rank are %.1f GiB, the device %.1f)",
-        chosen,
-        num_bytes / 2**30,
-        capacity / 2**30,
-    )
-    return chosen
-
-
-def device_capacity(device: torch.device, device_memory: int | None) -> int | None:
-    """Bytes of the device that the run may use (`memory.device_memory`, at most all); None: a CPU."""
-    if device.type != "cuda":
-        return None
-    total: int = torch.cuda.mem_get_info(device)[1]
-    return min(total, int(device_memory or total))
-
-
-def choose_location(num_bytes: int, capacity: int) -> Location:
-    """`num_bytes`: of parameters, gradients and moments; `capacity`: of the device."""
-    return "device" if num_bytes <= DEVICE_SHARE * capacity else "streamed"
-
-
-def training_bytes(parameters: Iterable[Tensor]) -> int:
-    """Bytes of parameters, gradients and both moments, this rank's part."""
-    shards = [local(parameter) for parameter in parameters]
-    return 4 * sum(shard.numel() * shard.element_size() for shard in shards)

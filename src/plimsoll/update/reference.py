@@ -1,8 +1,8 @@
-"""The frozen reference: on the device for a pass of log-probs, and in one of four places between passes.
+"""The frozen reference: admitted for its pass of log-probs, and in one of four places between passes.
 
     device       stays
-    page_cache   nowhere of ours: each pass copies from a map of its files that is registered for the pass only
-    ring         nowhere: each pass reads its files through a ring of fixed buffers that lives for the pass only
+    page_cache   nowhere of ours: admitted from a map of its files that is registered meanwhile only
+    ring         nowhere: admitted from its files through a ring of fixed buffers that lives meanwhile only
     arena        a copy of this rank's shard in host memory
 
 Between passes the parameters keep their names, shapes and places in the model; only their storages are empty.
@@ -15,12 +15,11 @@ from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from plimsoll.memory.resident import storage_bytes
 from plimsoll.model.policy import PackedPolicy
 from plimsoll.update.construct import Builder, BuiltModel, own_tensors
-from plimsoll.update.optimizer import device_capacity
+from plimsoll.update.movers import reshard
 from plimsoll.weights.arena import HostArena
 from plimsoll.weights.control import ControlGroup
 from plimsoll.weights.files import WeightFiles
@@ -33,9 +32,6 @@ from plimsoll.weights.read import Source, read_parameters
 logger = logging.getLogger(__name__)
 
 Placement = Literal["device", "page_cache", "ring", "arena"]
-
-DEVICE_SHARE = 0.2
-"""Share of a device's memory that a reference may keep for itself when nobody has said where it shall live."""
 
 
 class Store(Protocol):
@@ -137,7 +133,7 @@ class KeptInArena:
 
 
 class FrozenReference:
-    """The reference model; its parameters have values inside of `present` only."""
+    """The reference model and its mover: its parameters have values between `admit` and `evict` only."""
 
     def __init__(
         self,
@@ -151,21 +147,53 @@ class FrozenReference:
         self.policy = policy
         self.placement = placement
         self.files = files
+        self.parameters = tuple(reference_parameters(policy).values())
+        """This rank's shards."""
         self._store = store
         self._control = control
         self._store.vacate()
+        self._present = placement == "device"
 
-    @contextmanager
-    def present(self) -> Generator[PackedPolicy]:
-        """The model with its weights. Collective; CheckpointError on every rank when one cannot have its part."""
+    @property
+    def present(self) -> bool:
+        """Whether the parameters have values."""
+        return self._present
+
+    def admit(self) -> int:
+        """Bring the weights to the device; returns this rank's bytes.
+
+        Collective. CheckpointError on every rank when one cannot have its part, and then no rank has any: files that
+        are read for each pass may have changed.
+        """
+        if self._present:
+            return 0
         try:
             self._control.together(self._store.fill)
-            yield self.policy
-        finally:
-            for module in self.policy.modules():  # what a forward gathered, also one that failed half-way
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+        except BaseException:
             self._store.vacate()
+            raise
+        self._present = True
+        return storage_bytes(self.parameters)
+
+    def evict(self) -> int:
+        """Free the device memory; nothing is copied, as nobody trains a reference. On the device it stays."""
+        if self.placement != "device":
+            reshard(self.policy)
+            self._store.vacate()
+            self._present = False
+        return 0
+
+    @contextmanager
+    def scoring(self) -> Generator[PackedPolicy]:
+        """The model, for one pass. What the pass gathers is freed; after an error the weights are away too."""
+        assert self._present, "the reference is not on the device: its phase admits it"
+        try:
+            yield self.policy
+        except BaseException:
+            self.evict()
+            raise
+        finally:
+            reshard(self.policy)
 
     def host_bytes(self) -> int:
         """Held on the host between passes."""
@@ -186,12 +214,8 @@ def build_reference(builder: Builder, built: BuiltModel) -> FrozenReference:
     """
     reference = builder.reference(built)
     parameters = reference_parameters(reference.policy)
-    placement = choose_placement(
-        builder.recipe.model.reference_placement,
-        shard_bytes=storage_bytes(parameters.values()),
-        capacity=device_capacity(builder.device, builder.recipe.memory.device_memory),
-        in_files=reference.files is not None,
-    )
+    wanted = builder.recipe.model.reference_placement
+    placement = builder.plan.reference_placement if wanted == "auto" else wanted
 
     def make_store() -> Store:
         if placement in ("page_cache", "ring"):
@@ -203,23 +227,12 @@ def build_reference(builder: Builder, built: BuiltModel) -> FrozenReference:
     with ExitStack() as unless_done:
         if reference.files is not None and reference.files is not built.files:
             unless_done.callback(reference.files.close)
-        # One rank may have no room for an arena, and with `auto` each decides for itself where its part lives.
+        # One rank may have no room for an arena.
         store = builder.control.together(make_store)
         if isinstance(store, KeptInFiles):
             unless_done.pop_all()
     files = reference.files if isinstance(store, KeptInFiles) else None
     return FrozenReference(reference.policy, placement, store, builder.control, files)
-
-
-def choose_placement(
-    wanted: Literal["auto"] | Placement, *, shard_bytes: int, capacity: int | None, in_files: bool
-) -> Placement:
-    """What `auto` means. `capacity`: bytes of the device; None: a CPU, where the device's memory is the host's."""
-    if wanted != "auto":
-        return wanted
-    if capacity is None or shard_bytes <= DEVICE_SHARE * capacity:
-        return "device"
-    return "page_cache" if in_files else "arena"
 
 
 def reference_parameters(policy: PackedPolicy) -> dict[str, Tensor]:

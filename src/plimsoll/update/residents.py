@@ -1,43 +1,54 @@
-"""What the trainer holds, for the ledger."""
+"""What the trainer holds, for the ledger, and how it is moved between phases."""
 
 from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
-from plimsoll.memory.resident import Place, Resident, Survival, storage_bytes
-from plimsoll.model.policy import PackedPolicy
-from plimsoll.update.construct import own_tensors
+from plimsoll.memory import names
+from plimsoll.memory.resident import Mover, Place, Resident, Survival, storage_bytes
+from plimsoll.update.movers import TrainerMovers
 from plimsoll.update.optimizer import Optimizer
 from plimsoll.update.reference import FrozenReference
 
 
 def trainer_residents(
-    policy: PackedPolicy, optimizer: Optimizer, reference: FrozenReference | None
+    optimizer: Optimizer, reference: FrozenReference | None, movers: TrainerMovers, version: Callable[[], int]
 ) -> tuple[Resident, ...]:
-    """Named groups of bytes, this rank's part."""
-    parameters = list(own_tensors(policy.lm).values())
+    """Named groups of bytes, this rank's part. `version`: of the policy."""
+    streamed = optimizer.location == "streamed"
     found = [
-        _resident("actor_parameters", Survival.KEEP, lambda: parameters),
-        _resident("actor_gradients", Survival.SCRATCH, optimizer.gradients),
-        _resident("optimizer_state", Survival.KEEP, optimizer.tensors, _place_of(optimizer)),
+        _resident(names.ACTOR_PARAMETERS, Survival.KEEP, lambda: movers.parameters, movers.actor, version),
+        _resident(names.ACTOR_GRADIENTS, Survival.SCRATCH, optimizer.gradients),
+        Resident(
+            name=names.OPTIMIZER_STATE,
+            survival=Survival.KEEP,
+            measured=lambda: storage_bytes(optimizer.tensors()),
+            place=Place.HOST if streamed else Place.DEVICE,
+            mover=None if streamed else movers.moments,  # streamed, it comes in by itself, within the step
+        ),
     ]
+    if movers.host_bytes:
+        found.append(_on_host(names.HOST_ARENA, lambda: movers.host_bytes))
     if reference is not None:
-        frozen = list(own_tensors(reference.policy.lm).values())
-        found.append(_resident("reference_parameters", Survival.REBUILD, lambda: frozen))
+        # Kept on the device it has nowhere to go.
+        mover = None if reference.placement == "device" else reference
+        found.append(_resident(names.REFERENCE_PARAMETERS, Survival.REBUILD, lambda: reference.parameters, mover))
         if reference.placement == "arena":
-            found.append(
-                Resident(
-                    name="reference_arena", survival=Survival.KEEP, measured=reference.host_bytes, place=Place.HOST
-                )
-            )
+            found.append(_on_host(names.REFERENCE_ARENA, reference.host_bytes))
     return tuple(found)
 
 
-def _place_of(optimizer: Optimizer) -> Place:
-    return Place.HOST if optimizer.location == "streamed" else Place.DEVICE
-
-
 def _resident(
-    name: str, survival: Survival, tensors: Callable[[], Iterable[Tensor]], place: Place = Place.DEVICE
+    name: str,
+    survival: Survival,
+    tensors: Callable[[], Iterable[Tensor]],
+    mover: Mover | None = None,
+    version: Callable[[], int] | None = None,
 ) -> Resident:
-    return Resident(name=name, survival=survival, measured=lambda: storage_bytes(tensors()), place=place)
+    return Resident(
+        name=name, survival=survival, measured=lambda: storage_bytes(tensors()), mover=mover, version=version
+    )
+
+
+def _on_host(name: str, measured: Callable[[], int]) -> Resident:
+    return Resident(name=name, survival=Survival.KEEP, measured=measured, place=Place.HOST)

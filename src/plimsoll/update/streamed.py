@@ -20,12 +20,7 @@ from plimsoll.parallel.tensors import local
 from plimsoll.update.adamw import MOMENTS, AdamWSettings
 from plimsoll.weights.arena import ALIGNMENT, HostArena
 from plimsoll.weights.lanes import lanes_of
-
-GROUP_BYTES = 256 * 2**20
-"""Moments of one group: enough to keep the bus busy, little beside the parameters."""
-
-NUM_SLOTS = 3
-"""One is loaded, one worked on, one stored."""
+from plimsoll.weights.limits import STREAM_GROUP_BYTES, STREAM_SLOTS
 
 _REGION = "optimizer_state"
 _SLICE_ALIGNMENT = 1024
@@ -139,11 +134,11 @@ def _cut(name: str, parameter: Tensor, places: tuple[Place, Place], group_bytes:
 class StreamedAdamW:
     """`AdamWPlace` with the moments in an arena of its own.
 
-    Device memory: `NUM_SLOTS` groups of moments, taken for the length of a step. Step counts are kept on the host.
+    Device memory: `STREAM_SLOTS` groups of moments, taken for the length of a step. Step counts are kept on the host.
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], settings: AdamWSettings, *, group_bytes: int = GROUP_BYTES
+        self, parameters: Mapping[str, nn.Parameter], settings: AdamWSettings, *, group_bytes: int = STREAM_GROUP_BYTES
     ) -> None:
         self._parameters = dict(parameters)
         self._settings = settings
@@ -156,7 +151,7 @@ class StreamedAdamW:
         self._plan = plan_stream(shards, group_bytes)
         self._arena = HostArena({_REGION: self._plan.storages}, device=self._device)
         self._region = self._arena.region(_REGION)
-        self._lanes = lanes_of(self._device, NUM_SLOTS)
+        self._lanes = lanes_of(self._device, STREAM_SLOTS)
         self._steps: dict[str, float] = {}
 
     @property
@@ -167,7 +162,7 @@ class StreamedAdamW:
     @property
     def slots_bytes(self) -> int:
         """Device memory during a step."""
-        return NUM_SLOTS * self._plan.slot_bytes
+        return STREAM_SLOTS * self._plan.slot_bytes
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
@@ -179,11 +174,11 @@ class StreamedAdamW:
         groups = [group for group in self._plan.groups if any(part.name in gradients for part in group.slices)]
         slots = [
             torch.empty(self._plan.slot_bytes, dtype=torch.uint8, device=self._device)
-            for _ in range(min(NUM_SLOTS, len(groups)))
+            for _ in range(min(STREAM_SLOTS, len(groups)))
         ]
         with self._lanes.pipeline():
             for index, group in enumerate(groups):
-                number = index % NUM_SLOTS
+                number = index % STREAM_SLOTS
                 slot = slots[number]
                 with self._lanes.loading(number):
                     for run in group.runs:

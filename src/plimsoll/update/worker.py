@@ -37,8 +37,9 @@ from plimsoll.plane.local import LocalPlane
 from plimsoll.types import MicroBatch, MiniBatch, Sample, SampleId, StepStats, TrainBatch
 from plimsoll.update.columns import read_columns, read_rows, write_column
 from plimsoll.update.construct import Builder, own_parameters, own_tensors, probe_policy
+from plimsoll.update.movers import TrainerMovers
 from plimsoll.update.objective import PolicyObjective, policy_objective
-from plimsoll.update.optimizer import Optimizer, locate_moments
+from plimsoll.update.optimizer import Optimizer
 from plimsoll.update.reference import build_reference
 from plimsoll.update.report import StepReport
 from plimsoll.update.residents import trainer_residents
@@ -110,16 +111,19 @@ class PolicyWorker:
         if built.files is not None and (self.reference is None or self.reference.files is not built.files):
             built.files.close()
         trained = own_parameters(self.policy.lm)
-        location = locate_moments(recipe.train, recipe.memory.device_memory, trained.values(), self.device)
+        wanted = recipe.train.optimizer_state
+        location = self._plan.optimizer_state if wanted == "auto" else wanted
         # Streamed, a rank may find no host memory.
         self.optimizer = self.control.together(
             lambda: Optimizer(trained, recipe.train, self._plan.optimizer_steps, location=location)
         )
         held.callback(self.optimizer.close)
         self.probe_report = probe_policy(self.policy, recipe, self._plan, self._temperature)
-        self._release_gathered()
+        self.release_gathered()
         if self.reference is not None:
             self.reference.policy.set_packing(self.policy.packing)
+        self._movers = TrainerMovers(self.policy, self.optimizer, self.device)
+        held.callback(self._movers.close)
 
     def close(self) -> None:
         """Give back files, host memory and the control group; nothing else is to be called after this.
@@ -159,18 +163,18 @@ class PolicyWorker:
 
     @torch.no_grad()
     def score(self, batch: TrainBatch, *, old: bool, reference: bool) -> StepStats:
-        """Write `old_logprobs` and `ref_logprobs` for every sample in a micro-batch.
+        """Write `old_logprobs` or `ref_logprobs`, or both, for every sample in a micro-batch.
 
-        With KL in the reward, also for scored samples that are only in their group's statistics. CheckpointError when
-        the reference is read anew for each pass and its files are not what they were.
+        With KL in the reward, also for scored samples that are only in their group's statistics. The reference must be
+        on the device (`Phase.REFERENCE` admits it); after an error in its pass it is not, where it may leave.
         """
         num_tokens = 0
         if old:
             num_tokens = self._score_with(self.policy, batch, "old_logprobs")
-            self._release_gathered()
+            self.release_gathered()
         if reference:
             assert self.reference is not None, "reference log-probs asked for without a KL coefficient"
-            with self.reference.present() as frozen:
+            with self.reference.scoring() as frozen:
                 num_tokens = self._score_with(frozen, batch, "ref_logprobs")
         return StepStats(values={"logprob/tokens": float(num_tokens)})
 
@@ -314,6 +318,7 @@ class PolicyWorker:
         Raises:
             CheckpointError, RefusedError: the same on every rank; the worker is then not to be used.
         """
+        self._movers.forget()
         if model is not None:
             load_sharded(self.lm, model, control=self.control)
         self.control.together(lambda: read_moments(self.optimizer, moments))
@@ -326,11 +331,11 @@ class PolicyWorker:
 
     def residents(self) -> tuple[Resident, ...]:
         """Named groups of bytes that this worker owns, this rank's part."""
-        return trainer_residents(self.policy, self.optimizer, self.reference)
+        return trainer_residents(self.optimizer, self.reference, self._movers, lambda: self.version)
 
     # ── helpers ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _release_gathered(self) -> None:
+    def release_gathered(self) -> None:
         """FSDP2's root keeps its gathered weights after a forward for the backward, which did not come here."""
         cast("FSDPModule", self.policy).reshard()
 

@@ -13,13 +13,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from plimsoll.weights.limits import RING_BUFFER_BYTES, RING_BYTES
 from plimsoll.weights.registered import HostBuffer
-
-RING_BYTES = 192 * 1024**2
-_BUFFER_BYTES = {"cpu": 8 * 1024**2, "cuda": 16 * 1024**2}
-"""Many small buffers rather than few large ones: each reader needs one at a time, and one reader alone is far slower
-than the bus. On an H200 eight readers brought 20 GB/s from the page cache with 16 MiB, 18 with 8 MiB, 16 with 32 MiB;
-a CPU, which makes as many as it needs, takes less memory with smaller ones."""
 
 
 class StagingBuffer:
@@ -63,7 +58,7 @@ class StagingRing:
     ) -> None:
         self.device = device or torch.device("cpu")
         if buffer_bytes is None:
-            buffer_bytes = _BUFFER_BYTES[self.device.type]
+            buffer_bytes = RING_BUFFER_BYTES[self.device.type]
         if num_buffers is None:
             num_buffers = max(1, RING_BYTES // buffer_bytes)
         assert min(buffer_bytes // 16, num_buffers) >= 1, f"{num_buffers} buffers of {buffer_bytes} bytes"

@@ -135,8 +135,8 @@ def test_other_rules(tmp_path: Path, overrides: list[str], words: str) -> None:
 @pytest.mark.parametrize(
     "setting",
     [
-        "rollout.engine=vllm",
         "rollout.engine=sglang",
+        "rollout.tensor_parallel=2",
         "cluster.backend=local",
         "cluster.backend=ray",
         "cluster.ranks=2",
@@ -179,7 +179,16 @@ ROOT = Path(__file__).parents[3]
 
 
 NOT_BUILT = {
-    "dapo_math_17k_qwen2_5_7b.yaml": {"rollout.engine=vllm", "cluster.backend=local", "cluster.ranks=8"},
+    "dapo_math_17k_qwen2_5_7b.yaml": {"cluster.backend=local", "cluster.ranks=8"},
+    "qwen3_8b_8xh200.yaml": {"cluster.backend=local", "cluster.ranks=8"},
+    "qwen3_32b_8xh200.yaml": {"cluster.backend=local", "cluster.ranks=8", "rollout.tensor_parallel=2"},
+    "qwen3_next_80b_4x8xa800.yaml": {
+        "cluster.backend=ray",
+        "cluster.ranks=32",
+        "cluster.ranks_per_node=8",
+        "parallel.shard=16",
+        "rollout.tensor_parallel=8",
+    },
 }
 """Recipes that ask for what this version refuses, and exactly that."""
 

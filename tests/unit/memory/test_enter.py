@@ -1,277 +1,248 @@
-"""Every phase leaves a row and a line in the log; exceptions go on their way."""
+"""The border between phases: its order, what it refuses, and the hand-over from training to sampling on one device."""
 
-import json
 import logging
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+import torch
 
-from plimsoll.memory.device import DeviceReading, FakeDevice
+from plimsoll.errors import PlanError
+from plimsoll.memory import names
 from plimsoll.memory.enter import Memory
-from plimsoll.memory.host import HostReader
 from plimsoll.memory.phases import Phase
 from plimsoll.memory.resident import Place, Resident, Survival
-
-GIB = 1024**3
-MIB = 1024**2
-
-
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+from plimsoll.memory.schedule import Schedule
+from plimsoll.rollout.fake import FakeEngine
+from plimsoll.rollout.movers import kv_resident, weights_resident
+from tests.unit.memory.colocated import ACTOR, AWAY, KV, MOMENTS, PLANNED, WEIGHTS, Colocated
 
 
-def resident(name: str, size: int, place: Place = Place.DEVICE) -> Resident:
-    return Resident(name=name, survival=Survival.KEEP, predicted_bytes=size, measured=lambda: size, place=place)
+@pytest.fixture
+def both(tmp_path: Path) -> Iterator[Colocated]:
+    colocated = Colocated(tmp_path)
+    yield colocated
+    colocated.memory.close()
 
 
-class Bench:
-    """A Memory with its file, and a device that tests turn."""
+def last(events: list[str], event: str, before: int) -> int:
+    """Index of the last such event before an index; -1: there is none."""
+    return max((i for i, each in enumerate(events[:before]) if each == event), default=-1)
 
-    def __init__(self, folder: Path, *, device: FakeDevice | None = None, host: HostReader | None = None) -> None:
-        self.path = folder / "memory.jsonl"
-        self.device = device
-        self.residents: list[Resident] = []
-        self.registered = 0
-        self.memory = Memory(
-            self.path,
-            rank=0,
-            device=device,
-            residents=self._listed,
-            interval=0.001,
-            host=host or HostReader(),
-            registered=lambda: self.registered,
+
+def test_hand_over_from_training_to_sampling_in_the_order_that_never_holds_both(both: Colocated) -> None:
+    both.step()
+    both.events.clear()
+    cycles: list[list[str]] = []
+    for _ in range(2):
+        both.step()
+        cycles.append(list(both.events))
+        both.events.clear()
+    first = cycles[0]
+    weights, kv = first.index("engine.wake(weights)"), first.index("engine.wake(kv_cache)")
+    freed = last(first, "trainer.evict(optimizer_state)", weights)
+    assert 0 <= freed < last(first, "trainer.empty_cache", weights)
+    assert last(first, "engine.bucket", len(first)) < kv
+    left = last(first, "trainer.evict(actor_parameters)", kv)
+    assert weights < left < last(first, "trainer.empty_cache", kv)
+    assert kv < first.index("generate") < first.index("engine.sleep(kv_cache)")
+    assert first.index("engine.sleep(weights)") < first.index("trainer.admit(actor_parameters)")
+    assert cycles[1] == first
+
+
+def test_the_device_never_holds_more_than_the_fullest_phase_of_the_plan(both: Colocated) -> None:
+    peak = max(PLANNED.values())
+    for _ in range(3):
+        both.step()
+    assert len(both.used) > 20
+    assert max(both.used) == peak
+    assert both.device.read().reserved_peak <= peak
+    for row in both.rows():  # and each phase no more than its own
+        assert row["device_used"] <= row["device_non_torch"] + row["device_reserved_peak"] <= PLANNED[row["phase"]]
+
+
+def test_a_device_with_room_for_one_phase_at_a_time_is_enough(tmp_path: Path) -> None:
+    both = Colocated(tmp_path, total=max(PLANNED.values()))
+    both.step()
+    both.step()
+    both.memory.close()
+
+
+def test_one_border_has_one_order(both: Colocated) -> None:
+    both.sync()
+    both.events.clear()
+    with both.memory.enter(Phase.ROLLOUT):
+        pass
+    assert both.events == [
+        "quiesce(rollout: actor_parameters)",
+        "trainer.evict(actor_parameters)",
+        "trainer.empty_cache",
+        "barrier",
+        "engine.wake(kv_cache)",
+    ]
+    both.events.clear()
+    with both.memory.enter(Phase.UPDATE):
+        inside = list(both.events)
+    assert inside == [
+        "quiesce(update: kv_cache rollout_parameters)",
+        "engine.sleep(weights)",
+        "engine.sleep(kv_cache)",
+        "trainer.empty_cache",
+        "barrier",
+        "trainer.admit(actor_parameters)",
+        "trainer.admit(optimizer_state)",
+    ]
+    assert both.memory.last_border.evicted == {names.ROLLOUT_PARAMETERS: 0, names.KV_CACHE: 0}
+    assert both.memory.last_border.admitted == {names.ACTOR_PARAMETERS: ACTOR, names.OPTIMIZER_STATE: MOMENTS}
+    rollout, update = both.rows()[-2:]
+    assert (rollout["evicted"], rollout["admitted"]) == (ACTOR, 0)
+    assert (update["evicted"], update["admitted"]) == (0, ACTOR + MOMENTS)
+
+
+def test_what_is_made_again_leaves_before_what_must_survive(both: Colocated) -> None:
+    schedule = Schedule(evicted={Phase.LOGPROB: frozenset({names.OPTIMIZER_STATE, names.ROLLOUT_PARAMETERS})})
+    memory = Memory(both.recorder, residents=lambda: both.residents, schedule=schedule)
+    both.engine.wake(("weights",))
+    both.events.clear()
+    with memory.enter(Phase.LOGPROB):
+        pass
+    assert both.events == ["engine.sleep(weights)", "trainer.evict(optimizer_state)"]
+
+
+def test_a_border_that_moves_nothing_empties_the_caches_and_meets_the_other_ranks(both: Colocated) -> None:
+    with both.memory.enter(Phase.UPDATE):
+        pass
+    assert both.events == ["quiesce(update: )", "trainer.empty_cache", "barrier"]
+    assert both.memory.last_border.evicted == {}
+
+
+def test_loading_moves_nothing(both: Colocated) -> None:
+    with both.memory.enter(Phase.LOAD):
+        pass
+    assert both.events == []
+    assert [row["phase"] for row in both.rows()] == ["load"]
+
+
+def test_a_phase_that_the_plan_did_not_foresee_is_refused_and_nothing_moves(both: Colocated) -> None:
+    schedule = Schedule(foreseen=frozenset({Phase.SYNC, Phase.UPDATE}), evicted=AWAY)
+    memory = Memory(both.recorder, residents=lambda: both.residents, schedule=schedule)
+    with pytest.raises(PlanError, match=r"did not foresee a phase rollout.*sync, update"), memory.enter(Phase.ROLLOUT):
+        pytest.fail("it was entered")
+    assert both.events == []
+    assert both.rows() == []
+    with memory.enter(Phase.SYNC):  # the refusal is not a phase
+        pass
+
+
+def test_sampling_with_weights_of_another_version_is_refused(both: Colocated) -> None:
+    both.sync()
+    both.version += 1
+    both.events.clear()
+    stale = r"rollout phase.*stale weights: rollout_parameters is of policy version 0.*version 1; sync first"
+    with pytest.raises(PlanError, match=stale), both.memory.enter(Phase.ROLLOUT):
+        pytest.fail("it was entered")
+    assert both.events == []
+    both.sync()
+    with both.memory.enter(Phase.ROLLOUT):
+        pass
+
+
+def test_weights_that_came_back_from_an_eviction_are_of_no_version_until_they_are_synced(both: Colocated) -> None:
+    both.sync()
+    with both.memory.enter(Phase.UPDATE):  # a step that was skipped: the policy's version stays
+        pass
+    with pytest.raises(PlanError, match="rollout_parameters has no contents, and"), both.memory.enter(Phase.EVAL):
+        pytest.fail("it was entered")
+    with both.memory.enter(Phase.SYNC):
+        pass  # memory alone is no sync
+    assert both.engine.awake("weights")
+    with pytest.raises(PlanError, match="rollout_parameters has no contents, and"), both.memory.enter(Phase.ROLLOUT):
+        pytest.fail("it was entered")
+
+
+def test_an_engine_that_drops_more_than_it_was_told_gets_it_back_and_is_not_trusted(both: Colocated) -> None:
+    class AllAtOnce(FakeEngine):
+        def sleep(self, parts: Any) -> None:
+            FakeEngine.sleep(self, [part for part in ("weights", "kv_cache") if self.awake(part)])
+
+    engine = AllAtOnce(script=lambda *_: (), events=both.events)
+    both.residents[2:] = [weights_resident(engine, WEIGHTS), kv_resident(engine, KV, Place.ENGINE)]
+    with both.memory.enter(Phase.SYNC):
+        assert engine.awake("weights")
+        assert not engine.awake("kv_cache")
+    assert both.events[-1] == "engine.wake(weights)"
+    with pytest.raises(PlanError, match="no contents"), both.memory.enter(Phase.ROLLOUT):
+        pytest.fail("it was entered")
+
+
+def test_a_rollout_with_borrowed_weights_needs_those_of_the_trainer(both: Colocated) -> None:
+    actor = both.residents[0]
+    both.residents[:] = [
+        Resident(
+            name=actor.name, survival=actor.survival, measured=actor.measured, mover=actor.mover, version=lambda: 3
         )
-
-    def _listed(self) -> Sequence[Resident]:
-        return self.residents
-
-    def rows(self) -> list[dict[str, Any]]:
-        return rows(self.path)
-
-
-@pytest.fixture
-def cpu(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path)
-    yield bench
-    bench.memory.close()
-
-
-@pytest.fixture
-def gpu(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path, device=FakeDevice(total=140 * GIB, outside=2 * GIB))
-    yield bench
-    bench.memory.close()
-
-
-def test_host_memory_that_comes_and_goes_is_in_the_peak_and_not_in_the_growth(cpu: Bench) -> None:
-    cpu.memory.begin_step(1)
-    with cpu.memory.enter(Phase.UPDATE):
-        before = HostReader().anonymous()
-        block = np.ones(64 * MIB, dtype=np.uint8)
-        time.sleep(0.05)
-        del block
-    (row,) = cpu.rows()
-    assert before is not None
-    assert row["host_anonymous_peak"] - before >= 60 * MIB
-    assert row["host_growth_peak"] - row["host_growth"] >= 60 * MIB
-    with cpu.memory.enter(Phase.SYNC):
-        pass
-    assert cpu.rows()[1]["host_growth_peak"] - row["host_growth"] < 8 * MIB
-
-
-def test_on_a_cpu_run_device_values_are_absent(cpu: Bench) -> None:
-    cpu.residents = [resident("actor_parameters", 100), resident("kv_cache", 7)]
-    with cpu.memory.enter(Phase.LOAD):
-        pass
-    (row,) = cpu.rows()
-    absent = [key for key in row if key.startswith("device_")] + ["fragmentation", "unattributed", "host_pinned"]
-    assert len(absent) > 10
-    assert all(row[key] is None for key in absent)
-    assert (row["step"], row["phase"], row["device"], row["allocator"]) == (0, "load", "cpu", "none")
-    assert row["residents"] == {"actor_parameters": 100, "kv_cache": 7}
-    assert row["predicted"] == {"actor_parameters": 100, "kv_cache": 7}
-    assert row["failed"] is False
-
-
-def test_where_the_host_says_nothing_the_row_is_still_written(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, host=HostReader(tmp_path / "no-proc", tmp_path / "no-cgroup"))
-    with bench.memory.enter(Phase.LOAD):
-        pass
-    bench.memory.close()
-    (row,) = bench.rows()
-    assert all(row[key] is None for key in row if key.startswith("host_"))
-
-
-def test_the_driver_tells_what_the_allocator_does_not(gpu: Bench) -> None:
-    assert gpu.device is not None
-    gpu.device.outside += 20 * GIB  # an engine's pool, below torch's counters
-    gpu.device.allocate(5 * GIB)
-    with gpu.memory.enter(Phase.ROLLOUT):
-        gpu.device.outside -= 20 * GIB
-    (row,) = gpu.rows()
-    assert row["device_allocated"] == 5 * GIB
-    assert row["device_released"] == 20 * GIB
-    assert row["device_non_torch"] == 2 * GIB
-    assert (row["device_used"], row["device_total"]) == (7 * GIB, 140 * GIB)
-
-
-def test_device_peaks_belong_to_their_phase(gpu: Bench) -> None:
-    assert gpu.device is not None
-    gpu.residents = [resident("actor_parameters", 4 * GIB), resident("arena", 9 * GIB, Place.HOST)]
-    gpu.device.allocate(5 * GIB)
-    with gpu.memory.enter(Phase.LOGPROB):
-        gpu.device.allocate(30 * GIB)
-        gpu.device.free(30 * GIB)
-    gpu.device.empty_cache()
-    with gpu.memory.enter(Phase.UPDATE):
-        gpu.device.allocate(GIB)
-        gpu.device.free(GIB)
-    logprob, update = gpu.rows()
-    assert logprob["residents"] == {"actor_parameters": 4 * GIB, "arena": 9 * GIB}
-    assert logprob["on_host"] == ["arena"]
-    assert (logprob["device_allocated_peak"], logprob["device_reserved_peak"]) == (35 * GIB, 35 * GIB)
-    assert (logprob["fragmentation"], logprob["unattributed"]) == (30 * GIB, GIB)
-    assert (update["device_allocated_peak"], update["fragmentation"]) == (6 * GIB, GIB)
-
-
-@pytest.mark.parametrize("phase", [Phase.LOAD, Phase.SYNC, Phase.SAVE, Phase.EXPORT])
-def test_pinned_memory_is_back_at_its_start_when_weights_have_moved(gpu: Bench, phase: Phase) -> None:
-    """torch's host allocator keeps what is freed; what is registered beside it counts as long as it is there."""
-    assert gpu.device is not None
-    with gpu.memory.enter(Phase.ROLLOUT):
-        gpu.device.pin(100)
-    with gpu.memory.enter(phase):
-        gpu.device.pin(33 * MIB)
-        gpu.registered += 5
-        gpu.device.unpin()
-    with gpu.memory.enter(phase):
-        gpu.registered -= 5
-    assert gpu.device.pinned_cached == 0
-    start, during, end = (row["host_pinned"] for row in gpu.rows())
-    assert (start, during, end) == (128, 5, 0)
-
-
-def test_pinned_memory_that_is_in_use_or_left_by_a_phase_of_other_work_is_counted(gpu: Bench) -> None:
-    assert gpu.device is not None
-    with gpu.memory.enter(Phase.LOAD):
-        gpu.device.pin(3 * MIB)
-    with gpu.memory.enter(Phase.UPDATE):
-        gpu.device.unpin()
-    assert [row["host_pinned"] for row in gpu.rows()] == [4 * MIB, 4 * MIB]
-
-
-def test_the_allocator_mode_is_read_anew_every_step(gpu: Bench) -> None:
-    assert gpu.device is not None
-    for step, mode in ((1, "expandable"), (2, "plain")):
-        gpu.device.mode = mode
-        gpu.memory.begin_step(step)
-        with gpu.memory.enter(Phase.UPDATE):
-            pass
-    assert [row["allocator"] for row in gpu.rows()] == ["expandable", "plain"]
-
-
-def test_a_failed_phase_is_recorded_and_its_exception_goes_on(cpu: Bench) -> None:
-    cpu.memory.begin_step(3)
-    with pytest.raises(KeyboardInterrupt), cpu.memory.enter(Phase.ROLLOUT):
-        raise KeyboardInterrupt
-    with cpu.memory.enter(Phase.SAVE):
-        pass
-    assert [(row["step"], row["phase"], row["failed"]) for row in cpu.rows()] == [
-        (3, "rollout", True),
-        (3, "save", False),
     ]
+    schedule = Schedule(
+        evicted={Phase.SAVE: frozenset(), Phase.REFERENCE: frozenset({names.ACTOR_PARAMETERS})},
+        borrowed=frozenset({names.ROLLOUT_PARAMETERS}),
+    )
+    version = 3
+    memory = Memory(both.recorder, residents=lambda: both.residents, schedule=schedule, policy_version=lambda: version)
+    with memory.enter(Phase.REFERENCE):
+        assert not both.actor.present
+    with memory.enter(Phase.ROLLOUT):
+        assert both.actor.present
+    version = 4
+    with pytest.raises(PlanError, match="actor_parameters is of policy version 3"), memory.enter(Phase.ROLLOUT):
+        pytest.fail("it was entered")
 
 
-class BrokenDevice(FakeDevice):
-    """Counters fail after the work has failed, as after an illegal access."""
+def test_after_an_exception_inside_the_residents_stay_where_they_are(both: Colocated) -> None:
+    both.sync()
 
-    broken = False
+    def fails() -> None:
+        both.events.clear()
+        raise ValueError("mine")
 
-    def read(self) -> DeviceReading:
-        if self.broken:
-            raise RuntimeError("counters unreadable")
-        return super().read()
-
-
-def test_the_first_error_is_the_one_that_is_raised(tmp_path: Path) -> None:
-    device = BrokenDevice(total=GIB)
-    bench = Bench(tmp_path, device=device)
-
-    def fail() -> None:
-        device.broken = True
-        raise ValueError("the cause")
-
-    with pytest.raises(ValueError, match="the cause") as caught, bench.memory.enter(Phase.UPDATE):
-        fail()
-    bench.memory.close()
-    assert any("counters unreadable" in note for note in caught.value.__notes__)
+    with pytest.raises(ValueError, match="mine"), both.memory.enter(Phase.ROLLOUT):
+        fails()
+    assert both.events == []
+    assert not both.actor.present
+    assert both.engine.awake("kv_cache")
+    assert both.rows()[-1]["failed"]
+    with both.memory.enter(Phase.UPDATE):
+        assert both.actor.present
 
 
-def test_phases_do_not_nest(cpu: Bench) -> None:
+def test_a_border_without_room_leaves_a_failed_row_and_the_table_of_who_holds_what(
+    both: Colocated, caplog: pytest.LogCaptureFixture
+) -> None:
+    both.sync()
+    both.moments.fails = torch.OutOfMemoryError("the fake device is full")
     with (
-        pytest.raises(AssertionError, match="do not nest"),
-        cpu.memory.enter(Phase.UPDATE),
-        cpu.memory.enter(Phase.SYNC),
+        caplog.at_level(logging.ERROR, "plimsoll.memory"),
+        pytest.raises(torch.OutOfMemoryError),
+        both.memory.enter(Phase.UPDATE),
     ):
-        pass
-    with cpu.memory.enter(Phase.SYNC):  # and the outer one was left in order
-        pass
+        pytest.fail("it was entered")
+    row = both.rows()[-1]
+    assert (row["phase"], row["failed"]) == ("update", True)
+    assert "actor_parameters" in caplog.text
+    both.moments.fails = None
+    with both.memory.enter(Phase.UPDATE):  # nothing was lost
+        assert both.moments.present
 
 
-def test_seconds_add_up_within_a_step_and_start_again_with_the_next(cpu: Bench) -> None:
-    cpu.memory.begin_step(1)
-    for phase in (Phase.ROLLOUT, Phase.UPDATE, Phase.ROLLOUT):
-        with cpu.memory.enter(phase):
-            time.sleep(0.01)
-    seconds = cpu.memory.seconds_by_phase()
-    assert list(seconds) == [Phase.ROLLOUT, Phase.UPDATE]
-    assert seconds[Phase.ROLLOUT] >= 0.02
-    assert sum(row["seconds"] for row in cpu.rows()) == pytest.approx(sum(seconds.values()))
-    cpu.memory.begin_step(2)
-    assert cpu.memory.seconds_by_phase() == {}
+def test_phases_do_not_nest_and_the_border_of_the_inner_one_is_not_crossed(both: Colocated) -> None:
+    with both.memory.enter(Phase.UPDATE):
+        both.events.clear()
+        with pytest.raises(AssertionError, match="do not nest"), both.memory.enter(Phase.SYNC):
+            pytest.fail("it was entered")
+        assert both.events == []
 
 
-def test_the_device_line_has_the_known_words(gpu: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    assert gpu.device is not None
-    gpu.device.allocate(GIB + GIB // 4)
-    gpu.device.fragment(GIB // 2)
-    with caplog.at_level(logging.INFO, "plimsoll.memory"), gpu.memory.enter(Phase.LOGPROB):
-        pass
-    assert caplog.messages == [
-        "After compute_log_prob, memory allocated (GB): 1.25, memory reserved (GB): 1.75, "
-        "device memory used/total (GB): 3.75/140.00"
-    ]
-
-
-def test_a_line_without_news_is_only_for_debugging(gpu: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    assert gpu.device is not None
-    with caplog.at_level(logging.DEBUG, "plimsoll.memory"):
-        for size in (10 * GIB, 0, 0, 5 * GIB):
-            gpu.device.allocate(size)
-            with gpu.memory.enter(Phase.UPDATE):
-                pass
-    assert [record.levelname for record in caplog.records] == ["INFO", "DEBUG", "DEBUG", "INFO"]
-
-
-def test_the_host_line_of_a_cpu_run(cpu: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "plimsoll.memory"), cpu.memory.enter(Phase.ROLLOUT):
-        pass
-    (line,) = caplog.messages
-    assert line.startswith("After generate_sequences, host anonymous memory (GB): ")
-    assert ", peak (GB): " in line
-
-
-def test_a_leak_is_warned_of_once(gpu: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    assert gpu.device is not None
-    with caplog.at_level(logging.WARNING, "plimsoll.memory"):
-        for step in range(1, 12):
-            gpu.memory.begin_step(step)
-            with gpu.memory.enter(Phase.UPDATE):
-                gpu.device.allocate(GIB)
-    (line,) = caplog.messages
-    assert "allocated device memory grows" in line
-    assert "1.0 GiB a step" in line
+def test_a_resident_that_cannot_move_stays_whatever_the_plan_says(both: Colocated) -> None:
+    both.residents[1] = Resident(name=names.OPTIMIZER_STATE, survival=Survival.KEEP, measured=lambda: MOMENTS)
+    with both.memory.enter(Phase.SYNC):
+        assert both.moments.present

@@ -152,3 +152,21 @@ def test_the_sampler_rests_between_phases_and_one_thread_serves_them_all() -> No
     assert calls == seen
     sampler.close()
     assert threading.active_count() == threads
+
+
+def test_kills_by_the_kernel_are_counted_under_both_versions(tmp_path: Path) -> None:
+    proc, root = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (root / "memory" / "job").mkdir(parents=True)
+    (root / "pod").mkdir()
+    (proc / "self" / "cgroup").write_text("5:memory:/job\n")
+    assert HostReader(proc, root).oom_kills() is None
+    (root / "memory" / "job" / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 4\n")
+    assert HostReader(proc, root).oom_kills() == 4
+    (proc / "self" / "cgroup").write_text("0::/pod\n")
+    (root / "pod" / "memory.events").write_text("max 2\noom 9\noom_kill 1\n")
+    assert HostReader(proc, root).oom_kills() == 1
+    # Inside a container the path is often the one outside; the mount's root is the container's group.
+    (proc / "self" / "cgroup").write_text("0::/outside/pod\n")
+    (root / "memory.events").write_text("oom_kill 7\n")
+    assert HostReader(proc, root).oom_kills() == 7

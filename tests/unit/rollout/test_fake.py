@@ -1,7 +1,7 @@
 import pytest
 
 from plimsoll.rollout.fake import FakeEngine
-from plimsoll.types import Engine, FinishReason, Request
+from plimsoll.types import ColocatedEngine, Engine, FinishReason, Request
 from tests.unit.rollout.requests import drain, request, sample_id
 
 
@@ -53,4 +53,57 @@ def test_a_script_that_ends_too_early_is_a_mistake():
     engine.add([request(0, [1])])
     engine.step()
     with pytest.raises(AssertionError, match="0:0:0 ran out of tokens"):
+        engine.step()
+
+
+def test_a_prompt_that_was_cached_before_a_sync_is_a_miss_after_it():
+    engine = FakeEngine(script=_script)
+    protocol: ColocatedEngine = engine
+    assert protocol.awake("weights")
+    drain(engine, [request(0, [1, 2], stop=(5,)), request(0, [1, 2], index=1, stop=(5,))])
+    assert (engine.prefix_misses, engine.prefix_hits) == (1, 1)
+    drain(engine, [request(1, [1, 2], stop=(5,))])
+    assert (engine.prefix_misses, engine.prefix_hits) == (1, 2)
+    engine.begin(1)
+    engine.commit(1)
+    drain(engine, [request(2, [1, 2], stop=(5,))])
+    assert (engine.prefix_misses, engine.prefix_hits) == (2, 2)
+
+
+def test_the_ledger_follows_sleep_and_wake_and_a_sleep_without_weights_has_no_version():
+    ledger: list[tuple[str, int, int]] = []
+    engine = FakeEngine(script=_script, weights_size=10, kv_size=100)
+    engine.watch = lambda: ledger.append((engine.events[-1], engine.weights_bytes, engine.kv_bytes))
+    for version in (1, 2):
+        engine.sleep(("kv_cache", "weights"))
+        assert engine.version == -1
+        engine.wake(("weights",))
+        engine.begin(version)
+        engine.bucket([])
+        engine.commit(version)
+        engine.wake(("kv_cache",))
+        assert engine.version == version
+    cycle = [
+        ("engine.sleep(kv_cache)", 10, 0),
+        ("engine.sleep(weights)", 0, 0),
+        ("engine.wake(weights)", 10, 0),
+        ("engine.begin", 10, 0),
+        ("engine.bucket", 10, 0),
+        ("engine.commit", 10, 0),
+        ("engine.wake(kv_cache)", 10, 100),
+    ]
+    assert ledger == cycle * 2
+
+
+def test_what_a_real_engine_would_not_survive_is_a_mistake():
+    engine = FakeEngine(script=_script)
+    engine.add([request(0, [1])])
+    with pytest.raises(AssertionError, match="unfinished requests"):
+        engine.sleep(("kv_cache",))
+    engine.abort()
+    engine.sleep(("weights",))
+    with pytest.raises(AssertionError, match="weights are asleep"):
+        engine.begin(1)
+    engine.add([request(0, [1])])
+    with pytest.raises(AssertionError, match="a step while"):
         engine.step()

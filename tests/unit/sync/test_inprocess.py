@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from plimsoll.plane.local import LocalPlane
+from plimsoll.sync import inprocess
 from plimsoll.sync.inprocess import RolloutWeights, sync
 from plimsoll.update.worker import PolicyWorker
 from tests import tiny
@@ -91,3 +92,49 @@ def test_the_engine_s_model_keeps_its_own_attention(tmp_path: Path) -> None:
     model = RolloutWeights(worker, torch.float32).model
     assert model.config._attn_implementation == "sdpa"
     assert worker.config._attn_implementation == "plimsoll_padded"
+
+
+def test_a_copy_that_left_the_device_is_of_no_version_until_it_is_refreshed(tmp_path: Path) -> None:
+    plane = LocalPlane()
+    worker = build(save(tiny.qwen2(seed=1), tmp_path), plane)
+    weights, engine = RolloutWeights(worker, torch.bfloat16), FakeEngine()
+    (resident,) = weights.residents()
+    assert resident.mover is weights
+    assert resident.version is not None
+    held, size = dict(weights.model.named_parameters()), weights.copied_bytes
+    assert (weights.version, weights.borrowed, weights.present) == (0, False, True)
+    train(worker, plane, 0)
+    assert resident.version() == 0
+    for _ in range(2):
+        assert weights.evict() == 0
+        assert (resident.version(), resident.measured(), weights.present) == (-1, 0, False)
+        with pytest.raises(AssertionError, match="not on the device"):
+            sync(worker, weights, engine)
+        assert weights.admit() == 0
+        assert (resident.version(), resident.measured()) == (-1, size)
+        assert sync(worker, weights, engine) == size
+        assert resident.version() == engine.version == worker.version == 1
+        for name, tensor in worker.model_state().items():
+            assert torch.equal(held[name], tensor.to(torch.bfloat16))
+
+
+def test_a_refresh_that_fails_half_way_leaves_weights_of_no_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = build(save(tiny.qwen2(seed=1), tmp_path), LocalPlane())
+    weights = RolloutWeights(worker, torch.bfloat16)
+
+    def fails(_: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("lost a rank")
+
+    monkeypatch.setattr(inprocess, "full", fails)
+    with pytest.raises(RuntimeError, match="lost a rank"):
+        weights.refresh(worker)
+    assert weights.version == -1
+
+
+def test_borrowed_weights_have_nothing_to_move(tmp_path: Path) -> None:
+    worker = build(save(tiny.qwen2(seed=1), tmp_path), LocalPlane())
+    weights = RolloutWeights(worker, torch.float32)
+    assert weights.borrowed
+    assert weights.residents() == ()

@@ -59,6 +59,9 @@ def make_plan(**changes: Any) -> RunPlan:
         "num_slots": 1,
         "slot_tokens": 1,
         "kv_bytes": 1,
+        "optimizer_state": "device",
+        "reference_placement": "device",
+        "memory": None,
         "reference": None,
         "stop_token_ids": (2,),
     }

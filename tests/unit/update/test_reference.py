@@ -1,6 +1,8 @@
 """The frozen reference in its four placements: the same numbers, and nothing of it left between passes."""
 
 import os
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from plimsoll.parallel.mesh import close_process_group
 from plimsoll.parallel.tensors import full, local
 from plimsoll.plane.local import LocalPlane
 from plimsoll.types import TrainBatch
-from plimsoll.update.reference import KeptInFiles, Placement, choose_placement
+from plimsoll.update.reference import FrozenReference, KeptInFiles, Placement
 from plimsoll.update.worker import PolicyWorker
 from plimsoll.weights import arena
 from plimsoll.weights.files import WeightFiles
@@ -59,8 +61,18 @@ def column(plane: LocalPlane, batch: TrainBatch, name: str) -> Tensor:
     return torch.cat([plane.get(sample.ref, name) for sample in batch.samples()])
 
 
+@contextmanager
+def admitted(worker: PolicyWorker) -> Generator[FrozenReference]:
+    """As in its phase and after the border to the next."""
+    assert worker.reference is not None
+    worker.reference.admit()
+    yield worker.reference
+    worker.reference.evict()
+
+
 def scored(worker: PolicyWorker, plane: LocalPlane, batch: TrainBatch, *, old: bool = False) -> Tensor:
-    worker.score(batch, old=old, reference=True)
+    with admitted(worker):
+        worker.score(batch, old=old, reference=True)
     return column(plane, batch, "ref_logprobs").clone()
 
 
@@ -96,10 +108,9 @@ def test_first_and_later_passes_give_the_numbers_of_the_policy_before_its_first_
 def test_no_parameter_has_memory_on_the_device_between_passes(folder: Path, placement: Placement) -> None:
     plane = LocalPlane()
     worker = build(folder, plane, placement)
-    assert worker.reference is not None
     assert held(worker) == 0
     size = sum(tensor.nbytes for tensor in tiny.qwen2(vocab=65).parameters())
-    with worker.reference.present():
+    with admitted(worker):
         assert held(worker) == size
     assert held(worker) == 0
     scored(worker, plane, make_batch(make_groups(plane)))
@@ -109,6 +120,38 @@ def test_no_parameter_has_memory_on_the_device_between_passes(folder: Path, plac
         assert size <= on_host["reference_arena"] <= size + 64 * 1024
     else:
         assert on_host == {}
+
+
+@pytest.mark.parametrize("placement", EMPTY_BETWEEN)
+def test_a_pass_that_fails_leaves_nothing_gathered_and_no_weights(
+    folder: Path, placement: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane = LocalPlane()
+    worker = build(folder, plane, placement)
+    batch = make_batch(make_groups(plane))
+    first = scored(worker, plane, batch)
+    reference = worker.reference
+    assert reference is not None
+    reference.admit()
+    before = {id(parameter) for parameter in reference.policy.parameters()}
+
+    def fails(*_: Any, **__: Any) -> Any:
+        layers = reference.policy.lm.get_decoder().layers
+        layers[0].unshard()  # as a forward that stops in the middle of a layer leaves it
+        reference.policy.unshard()
+        assert {id(parameter) for parameter in reference.policy.parameters()} != before
+        raise ValueError("half-way")
+
+    monkeypatch.setattr(worker, "_score_with", fails)
+    with pytest.raises(ValueError, match="half-way"):
+        worker.score(batch, old=False, reference=True)
+    assert held(worker) == 0
+    assert not reference.present
+    assert {id(parameter) for parameter in reference.policy.parameters()} == before
+    monkeypatch.undo()
+    with pytest.raises(AssertionError, match="not on the device"):
+        worker.score(batch, old=False, reference=True)
+    assert torch.equal(scored(worker, plane, batch), first)
 
 
 def rewritten(file: Path) -> None:
@@ -174,9 +217,8 @@ def test_nothing_is_copied_back_from_a_pass_to_the_arena(folder: Path) -> None:
     worker = build(folder, plane, "arena")
     batch = make_batch(make_groups(plane))
     first = scored(worker, plane, batch)
-    assert worker.reference is not None
-    with worker.reference.present() as frozen, torch.no_grad():
-        for parameter in frozen.lm.parameters():
+    with admitted(worker) as reference, torch.no_grad():
+        for parameter in reference.policy.lm.parameters():
             local(parameter).fill_(7)  # which a copy back would keep
     assert torch.equal(scored(worker, plane, batch), first)
 
@@ -194,7 +236,7 @@ def test_a_closed_worker_holds_no_file_and_no_host_memory(folder: Path, placemen
     worker = PolicyWorker(recipe, make_plan(compute_dtype="float32"), plane)
     scored(worker, plane, make_batch(make_groups(plane)))
     assert len(open_files(folder)) == (placement in FROM_FILES)
-    on_host = [each.measured() for each in worker.residents() if each.place is Place.HOST]
+    on_host = [each.measured() for each in worker.residents() if each.place is Place.HOST and each.measured()]
     assert len(on_host) == 1 + (placement == "arena")
     before = host_buffer_bytes()
     worker.close()
@@ -319,23 +361,6 @@ def test_random_weights_are_kept_as_they_were_before_the_first_update_and_made_a
     assert not torch.equal(column(plane, batch, "old_logprobs"), first)
 
 
-@pytest.mark.parametrize(
-    ("wanted", "shard", "capacity", "in_files", "placement"),
-    [
-        ("auto", 10**12, None, True, "device"),  # on a CPU the device's memory is the host's
-        ("auto", 20, 100, True, "device"),
-        ("auto", 21, 100, True, "page_cache"),
-        ("auto", 21, 100, False, "arena"),
-        ("ring", 1, 100, True, "ring"),
-        ("device", 99, 100, True, "device"),
-    ],
-)
-def test_auto_keeps_what_takes_a_fifth_of_the_device(
-    wanted: Any, shard: int, capacity: int | None, in_files: bool, placement: Placement
-) -> None:
-    assert choose_placement(wanted, shard_bytes=shard, capacity=capacity, in_files=in_files) == placement
-
-
 def measure_anonymous(rank: int, ranks: int, folder: Path, placement: str) -> dict[str, int]:
     """RssAnon of a process of its own after a first pass, within a second one, and after it."""
     reader = HostReader()
@@ -347,11 +372,10 @@ def measure_anonymous(rank: int, ranks: int, folder: Path, placement: str) -> di
 
     plane = LocalPlane()
     worker = build(folder, plane, placement)
-    assert worker.reference is not None
     batch = make_batch(make_groups(plane, num_groups=1, samples=2))
     scored(worker, plane, batch)
     found = {"before": anonymous()}
-    with worker.reference.present():
+    with admitted(worker):
         found["within"] = anonymous()
     scored(worker, plane, batch)
     return found | {"after": anonymous()}

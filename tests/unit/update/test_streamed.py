@@ -17,9 +17,10 @@ from plimsoll.parallel.mesh import ensure_process_group
 from plimsoll.parallel.tensors import local
 from plimsoll.plane.local import LocalPlane
 from plimsoll.update.adamw import AdamWSettings, DeviceAdamW
-from plimsoll.update.optimizer import Optimizer, choose_location, locate_moments, training_bytes
-from plimsoll.update.streamed import NUM_SLOTS, StreamedAdamW, plan_stream
+from plimsoll.update.optimizer import Optimizer
+from plimsoll.update.streamed import StreamedAdamW, plan_stream
 from plimsoll.update.worker import PolicyWorker
+from plimsoll.weights.limits import STREAM_SLOTS
 from tests import tiny
 from tests.unit.update.support import (
     full_moments,
@@ -169,7 +170,7 @@ def test_every_element_of_every_moment_goes_through_one_slot_once(group_bytes: i
 def test_device_memory_is_three_slots_and_host_memory_the_moments() -> None:
     parameters = {"large": nn.Parameter(torch.zeros(100_000)), "small": nn.Parameter(torch.zeros(100))}
     adamw = StreamedAdamW(parameters, SETTINGS, group_bytes=2**16)
-    assert adamw.slots_bytes == NUM_SLOTS * 2**16
+    assert adamw.slots_bytes == STREAM_SLOTS * 2**16
     exact = 2 * 4 * 100_100
     assert exact <= adamw.arena_bytes <= 1.01 * exact
     assert storage_bytes(adamw.tensors()) == adamw.arena_bytes
@@ -233,19 +234,6 @@ def test_clipping_schedule_and_skipped_steps_are_those_of_the_device() -> None:
     assert outcomes["device"] == outcomes["streamed"]
     assert [outcome.skipped for outcome in outcomes["device"]] == [False, False, True, False]
     assert_equal_parameters(found["streamed"], found["device"])
-
-
-def test_auto_streams_what_would_fill_the_device() -> None:
-    parameters = [torch.zeros(100), torch.zeros(50, dtype=torch.bfloat16)]
-    assert training_bytes(parameters) == 4 * 500
-    assert choose_location(80, 100) == "device"
-    assert choose_location(81, 100) == "streamed"
-
-
-@pytest.mark.parametrize(("asked", "expected"), [("auto", "device"), ("device", "device"), ("streamed", "streamed")])
-def test_a_cpu_streams_only_when_it_is_asked_to(asked: str, expected: str) -> None:
-    train = TrainConfig(optimizer_state=cast("Any", asked))
-    assert locate_moments(train, None, [torch.zeros(3)], CPU) == expected
 
 
 def test_a_worker_trains_and_goes_on_from_a_checkpoint_alike_wherever_the_moments_are(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from plimsoll.parallel.mesh import ensure_process_group
 from plimsoll.parallel.tensors import local
 from plimsoll.update.adamw import AdamWSettings, DeviceAdamW
-from plimsoll.update.streamed import NUM_SLOTS, StreamedAdamW
+from plimsoll.update.streamed import StreamedAdamW
+from plimsoll.weights.limits import STREAM_SLOTS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -87,5 +88,5 @@ def test_between_steps_nothing_is_on_the_device_and_within_one_three_slots() -> 
     adamw.step(1e-2)
     assert torch.cuda.memory_allocated() == before
     counts = 512 * 16  # the allocator's smallest piece for each step count
-    assert torch.cuda.max_memory_allocated() - before <= adamw.slots_bytes + NUM_SLOTS * 512 + counts
+    assert torch.cuda.max_memory_allocated() - before <= adamw.slots_bytes + STREAM_SLOTS * 512 + counts
     adamw.moments()

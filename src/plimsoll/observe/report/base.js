@@ -59,21 +59,34 @@ function when(secondsSince1970) {
 const RUN_COLOURS = ["#2f7de1", "#e8710a", "#1a9e5c", "#b5459c", "#c9a010", "#5b6ee1", "#d2364c", "#17a2b0", "#8a6d3b", "#7b8794"];
 const SERIES_COLOURS = ["#2f7de1", "#e8710a", "#1a9e5c", "#b5459c", "#c9a010", "#17a2b0", "#d2364c", "#7b8794"];
 const PHASE_COLOURS = {
-  load: "#8d99a8", rollout: "#2f7de1", logprob: "#8b5fd3", update: "#e8710a", sync: "#1a9e5c", eval: "#17a2b0",
+  load: "#8d99a8", rollout: "#2f7de1", logprob: "#8b5fd3", reference: "#c08be0", update: "#e8710a", sync: "#1a9e5c", eval: "#17a2b0",
   save: "#a0703a", export: "#c9a010", generate: "#86b6f2", reward: "#d94f8a",
 };
+const OTHER_PHASE_COLOURS = ["#5b6ee1", "#6b8e23", "#b5459c", "#d2364c", "#3f8f8a", "#b9770e"];
 const PHASE_ORDER = Object.keys(PHASE_COLOURS);
 const RESIDENT_COLOURS = {
   actor_parameters: "#2459a8", actor_gradients: "#e8710a", optimizer_state: "#1a9e5c", reference_parameters: "#7fa8de",
-  kv_cache: "#8b5fd3", rollout_parameters: "#17a2b0",
+  kv_cache: "#8b5fd3", rollout_parameters: "#17a2b0", engine_buffers: "#c08be0", reference_arena: "#7fa8de", host_arena: "#3f8f8a", staging_ring: "#6b8e23",
 };
 const OTHER_COLOURS = ["#c9a010", "#b5459c", "#6b8e23", "#d2364c", "#5b6ee1", "#a0703a"];
 const UNATTRIBUTED = "#d94f8a";
 const CACHE = "#b9c2ce";
 const OUTSIDE = "#7b8794";
+const ENGINE = "#5b6ee1";
+const PINNED = "#b08fe6";
+const DRIVER = "#d9a8c7";
+const PEAK = "#d2364c";
+const RESERVED = "#c9a010";
 
-const phaseColour = (phase) => PHASE_COLOURS[phase] || "#7b8794";
-const phaseRank = (phase) => (PHASE_ORDER.includes(phase) ? PHASE_ORDER.indexOf(phase) : PHASE_ORDER.length);
+const phaseOf = (part) => String(part).split("/")[0]; // "update/step" is a part of the update
+// A ledger of somebody else's loop has phases by names of its own: each gets a colour that none of ours has.
+const OTHER_PHASES = [...new Set(runs.flatMap((run) => run.ledger.flatMap((track) => track.phases)))].filter((phase) => !PHASE_COLOURS[phaseOf(phase)]);
+function phaseColour(phase) {
+  const other = OTHER_PHASES.indexOf(phase);
+  return PHASE_COLOURS[phaseOf(phase)] || (other < 0 ? "#7b8794" : OTHER_PHASE_COLOURS[other % OTHER_PHASE_COLOURS.length]);
+}
+const phaseRank = (phase) => (PHASE_ORDER.includes(phaseOf(phase)) ? PHASE_ORDER.indexOf(phaseOf(phase)) : PHASE_ORDER.length);
+const byPhase = (a, b) => phaseRank(a) - phaseRank(b);
 
 function residentColour(name, names) {
   if (RESIDENT_COLOURS[name]) return RESIDENT_COLOURS[name];

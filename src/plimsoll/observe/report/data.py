@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from pydantic import JsonValue
+
 Number = int | float
 
 
@@ -35,11 +37,20 @@ class Times:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class Highest:
-    """The highest value of a quantity over the run and the first step that had it. Bytes, or seconds."""
+class Extreme:
+    """The highest value of a quantity over the run (or the lowest) and the first step that had it; bytes or seconds."""
 
     value: Number
     step: int
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Compared:
+    """The row of a phase that needed most, and what the plan said for that same row. Bytes."""
+
+    value: int
+    step: int
+    planned: int | None
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -50,9 +61,12 @@ class PhaseSummary:
     rows: int
     failed: int
     seconds: float
-    highest: dict[str, Highest]  # key of memory.jsonl → highest value
-    residents: dict[str, Highest]
+    highest: dict[str, Extreme]  # key of memory.jsonl, or a level → highest value
+    residents: dict[str, Extreme]
     predicted: dict[str, int]  # last prediction by resident
+    device: Compared | None  # level `device_peak`
+    host: Compared | None  # growth of host memory over the worker's start, which is what a plan speaks of
+    host_left: Extreme | None  # the lowest that node and cgroup could still give
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -67,9 +81,12 @@ class Track:
     failed: list[bool]
     seconds: list[Number | None]
     values: dict[str, list[int | None]]
+    levels: dict[str, list[int | None]]  # heights of the lines, sums of several values: see levels.py
+    seconds_border: list[Number | None]  # of moving residents before the phase
     residents: dict[str, list[int | None]]
     predicted: dict[str, list[int | None]]
     on_host: list[str]  # residents of a device run that are in host memory
+    in_engine: list[str]  # residents that lie in the pools of an engine, not in torch's
     summary: list[PhaseSummary]
 
 
@@ -97,8 +114,9 @@ class Rollout:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class RunReport:
-    """One run. `notes` says what was left out, missing or damaged, in sentences for the reader of the page."""
+    """One run, or a ledger alone. `notes` says what was left out or damaged, in sentences for who reads the page."""
 
+    kind: str  # "run", or "ledger": memory.jsonl and nothing else of a run
     name: str
     path: str
     model: str
@@ -113,6 +131,7 @@ class RunReport:
     curves: list[Curve]
     times: Times
     ledger: list[Track]
+    plan: dict[str, JsonValue] | None  # MemoryPlan; None: not planned
     rollouts: list[Rollout]
     notes: list[str]
 

@@ -18,12 +18,13 @@ function buildOverview() {
 }
 
 const stepsText = (run) => (run.steps_planned ? `${run.steps_done.toLocaleString("en-US")} of ${run.steps_planned.toLocaleString("en-US")} steps` : `${run.steps_done.toLocaleString("en-US")} steps`);
+const isLedger = (run) => run.kind === "ledger";
 const isSft = (run) => !run.curves.some((curve) => curve.key.startsWith("reward/")) && run.curves.some((curve) => curve.key === "loss");
 
 function buildOne(section, run) {
   section.append(
-    element("h1", {}, run.name, element("span", { class: `state ${run.state}` }, run.state)),
-    element("p", { class: "sub" }, `${isSft(run) ? "fine-tuning" : run.algorithm} · ${run.model} · ${run.device} · ${stepsText(run)} · last row ${when(run.last_row_at)} · page of ${when(report.written_at)}`),
+    element("h1", {}, run.name, isLedger(run) && run.state !== "running" ? null : element("span", { class: `state ${run.state}` }, run.state)),
+    element("p", { class: "sub" }, isLedger(run) ? `memory ledger${run.model === "unknown" ? "" : ` · ${run.model}`} · ${run.device} · ${stepsText(run)} · last row ${when(run.last_row_at)} · page of ${when(report.written_at)}` : `${isSft(run) ? "fine-tuning" : run.algorithm} · ${run.model} · ${run.device} · ${stepsText(run)} · last row ${when(run.last_row_at)} · page of ${when(report.written_at)}`),
     element("div", { class: "tiles" }, tiles(run)),
     element("div", { class: "leaves" }, LEAVES.filter((key) => key in run.recipe && !(isSft(run) && /^(rollout|algorithm)/.test(key))).map((key) => element("span", { class: "leaf" }, element("b", {}, key), plainValue(run.recipe[key])))));
 }
@@ -50,7 +51,7 @@ function tiles(run) {
   if (speed) found.push(tile("Generation", [shown(speed.value), element("small", {}, " tokens/s")], `at most ${shown(fastest.value)}`));
   const time = stepSeconds(run);
   if (time) found.push(tile("Time a step", seconds(time.mean), `${seconds(time.sum)} in all`));
-  const device = highestOf(run, "device_allocated_peak"), total = highestOf(run, "device_total"), used = highestOf(run, "device_used");
+  const device = highestOf(run, "device_peak"), total = highestOf(run, "device_total"), used = highestOf(run, "device_used");
   if (device) found.push(tile("Peak device memory", bytes(device.value), `${device.phase}, step ${device.step}; used ${bytes(used && used.value)} of ${bytes(total && total.value)}`));
   const host = highestOf(run, "host_anonymous_peak"), limit = highestOf(run, "host_limit");
   if (host) found.push(tile("Peak host memory", bytes(host.value), `${host.phase}, step ${host.step}; limit ${bytes(limit && limit.value)}`));
@@ -72,7 +73,7 @@ function buildComparison(section) {
     return values.map((item, at) => element("td", { class: item === null ? "none" : top !== null && item === top ? "leading" : null, title: detail ? detail(at) : null }, item === null ? "–" : format(item)));
   };
   const rows = [
-    element("tr", {}, element("td", {}, "state"), runs.map((run) => element("td", {}, run.state))),
+    element("tr", {}, element("td", {}, "state"), runs.map((run) => element("td", {}, isLedger(run) ? "ledger alone" : run.state))),
     element("tr", {}, element("td", {}, "steps"), runs.map((run) => element("td", {}, run.steps_planned ? `${run.steps_done} / ${run.steps_planned}` : run.steps_done))),
     element("tr", {}, element("td", {}, "algorithm"), runs.map((run) => element("td", {}, isSft(run) ? "fine-tuning" : run.algorithm))),
     element("tr", {}, element("td", {}, "model"), runs.map((run) => element("td", {}, run.model))),
@@ -81,10 +82,10 @@ function buildComparison(section) {
     const found = curvesOf.map((curves) => pick(curves.get(key)));
     if (found.some((item) => item)) rows.push(element("tr", {}, element("td", {}, title), cells(found.map((item) => (item ? item.value : null)), shown, best, (at) => (found[at] ? `step ${found[at].step}` : null))));
   }
-  const more = [["time a step", runs.map((run) => (stepSeconds(run) || { mean: null }).mean), seconds], ["peak device memory", runs.map((run) => (highestOf(run, "device_allocated_peak") || { value: null }).value), bytes], ["peak host memory", runs.map((run) => (highestOf(run, "host_anonymous_peak") || { value: null }).value), bytes]];
+  const more = [["time a step", runs.map((run) => (stepSeconds(run) || { mean: null }).mean), seconds], ["peak device memory", runs.map((run) => (highestOf(run, "device_peak") || { value: null }).value), bytes], ["peak host memory", runs.map((run) => (highestOf(run, "host_anonymous_peak") || { value: null }).value), bytes]];
   for (const [title, values, format] of more) if (values.some(isNumber)) rows.push(element("tr", {}, element("td", {}, title), cells(values, format, -1)));
   section.append(element("p", { class: "sub" }, `page of ${when(report.written_at)}`),
-    element("div", { class: "card stacked", style: "margin-top:14px" }, element("div", { class: "scroll" }, comparisonTable(rows))), recipeDifferences());
+    element("div", { class: "card stacked", style: "margin-top:14px" }, element("div", { class: "scroll" }, comparisonTable(rows))), runs.every(isLedger) ? "" : recipeDifferences());
 }
 
 function comparisonTable(rows, textual = false) {
@@ -102,6 +103,7 @@ function buildRecipe() {
   const section = byId("recipe");
   section.append(element("h2", {}, "Recipe"));
   runs.forEach((run, at) => {
+    if (isLedger(run)) return;
     const rows = Object.entries(run.recipe).map(([key, text]) => element("tr", {}, element("td", {}, key), element("td", { class: "text" }, plainValue(text))));
     const search = element("input", { type: "search", placeholder: "search keys and values", oninput: () => rows.forEach((row) => { row.hidden = !row.textContent.toLowerCase().includes(search.value.toLowerCase()); }) });
     section.append(element("details", { class: "card stacked" }, element("summary", {}, `${runNames[at]}: all ${rows.length} settings, as the run used them`), search, element("div", { class: "scroll" }, table(["key", ""], rows))));
@@ -131,11 +133,12 @@ function selfCheck() {
 
 buildTheme();
 buildOverview();
-buildCurves();
-buildTimes();
-buildMemory();
-buildRollouts();
-buildRecipe();
+const sections = { curves: buildCurves, times: buildTimes, memory: buildMemory, rollouts: buildRollouts, recipe: buildRecipe };
+for (const [id, build] of Object.entries(sections)) {
+  if (id === "memory" || !runs.every(isLedger)) { build(); continue; }
+  byId(id).remove(); // a ledger has nothing to show there
+  document.querySelector(`nav a[href="#${id}"]`).remove();
+}
 byId("foot").textContent = `plimsoll ${report.version} · ${runs.map((run) => run.path).join(" · ")}`;
 drawAll(() => {
   ready = true;

@@ -17,7 +17,7 @@ from plimsoll.errors import RefusedError
 from plimsoll.observe.report.data import RunReport
 from plimsoll.observe.report.read import read_run
 
-SCRIPTS = ("base.js", "charts.js", "curves.js", "ledger.js", "rollouts.js", "page.js")
+SCRIPTS = ("base.js", "charts.js", "curves.js", "times.js", "ledger.js", "tables.js", "rollouts.js", "page.js")
 
 
 def write_report(runs: Sequence[Path], out: Path, *, ended: bool = False) -> list[RunReport]:

@@ -4,7 +4,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from plimsoll.observe.report.data import Highest, Number, PhaseSummary, Track
+from plimsoll.observe.report.data import Compared, Extreme, Number, PhaseSummary, Track
+from plimsoll.observe.report.levels import LEVELS, levels_of
 from plimsoll.observe.report.lines import Row, number, rows_of, whole
 
 MAX_STEPS = 300
@@ -16,22 +17,34 @@ MAX_ROWS = 8000
 VALUES = (
     "device_allocated",
     "device_allocated_peak",
-    "device_reserved",
-    "device_reserved_peak",
     "device_used",
     "device_total",
     "device_non_torch",
+    "device_engine",
     "fragmentation",
     "unattributed",
+    "planned_device",
     "host_anonymous",
     "host_anonymous_peak",
-    "host_file",
     "host_shared",
     "host_pinned",
     "host_limit",
+    "planned_host",
+    "evicted",
+    "admitted",
+    "non_torch_growth",
 )
-"""Keys of a row that the page draws."""
-_SUMMED = (*VALUES, "seconds")
+"""Keys of a row that the page draws. Rows of older versions lack some."""
+_SUMMED = (
+    *VALUES,
+    "device_reserved",
+    "device_reserved_peak",
+    "host_growth",
+    "host_growth_peak",
+    "host_available",
+    "seconds",
+    "seconds_border",
+)
 _NUMBERS = {int, float, type(None)}
 
 
@@ -79,9 +92,12 @@ class _Summary:
     rows: int = 0
     failed: int = 0
     seconds: float = 0.0
-    highest: dict[str, Highest] = field(default_factory=dict[str, Highest])
-    residents: dict[str, Highest] = field(default_factory=dict[str, Highest])
+    highest: dict[str, Extreme] = field(default_factory=dict[str, Extreme])
+    residents: dict[str, Extreme] = field(default_factory=dict[str, Extreme])
     predicted: dict[str, int] = field(default_factory=dict[str, int])
+    device: Compared | None = None
+    host: Compared | None = None
+    host_left: Extreme | None = None
 
     def add(self, row: Row) -> None:
         step = int(row["step"])
@@ -92,6 +108,16 @@ class _Summary:
             value = row.get(key)
             if value is not None:
                 _raise(self.highest, key, value, step)
+        for key, value in levels_of(row).items():
+            if value is not None:
+                _raise(self.highest, key, value, step)
+                if key == "device_peak":
+                    self.device = _more(self.device, value, step, row.get("planned_device"))
+        growth, left = row.get("host_growth_peak"), row.get("host_available")
+        if growth is not None:
+            self.host = _more(self.host, growth, step, row.get("planned_host"))
+        if left is not None and (self.host_left is None or left < self.host_left.value):
+            self.host_left = Extreme(value=left, step=step)
         for name, size in row.get("residents", {}).items():
             _raise(self.residents, name, size, step)
         for name, size in row.get("predicted", {}).items():
@@ -99,10 +125,16 @@ class _Summary:
                 self.predicted[name] = size
 
 
-def _raise(highest: dict[str, Highest], key: str, value: Number, step: int) -> None:
+def _raise(highest: dict[str, Extreme], key: str, value: Number, step: int) -> None:
     found = highest.get(key)
     if found is None or value > found.value:
-        highest[key] = Highest(value=value, step=step)
+        highest[key] = Extreme(value=value, step=step)
+
+
+def _more(found: Compared | None, value: int, step: int, planned: int | None) -> Compared:
+    if found is not None and found.value >= value:
+        return found
+    return Compared(value=value, step=step, planned=planned)
 
 
 def _is_row(row: Row) -> bool:
@@ -142,8 +174,13 @@ def _named(row: Row, key: str) -> dict[str, int | None]:
     return {name: whole(value) for name, value in row.get(key, {}).items()}
 
 
-def _is_on_host(row: Row, name: str) -> bool:
-    found = row.get("on_host")
+def _known(columns: dict[str, list[int | None]]) -> dict[str, list[int | None]]:
+    """Without those that say nothing at all, which would be a third of a page of a CPU run."""
+    return {key: values for key, values in columns.items() if any(value is not None for value in values)}
+
+
+def _lists(row: Row, key: str, name: str) -> bool:
+    found = row.get(key)
     return isinstance(found, list) and name in found
 
 
@@ -151,6 +188,7 @@ def _track(owner: _Owner, rows: list[Row], summaries: dict[str, _Summary]) -> Tr
     rank, device, process = owner
     residents, predicted = [_named(row, "residents") for row in rows], [_named(row, "predicted") for row in rows]
     names = list(dict.fromkeys(name for found in residents for name in found))
+    levels = [levels_of(row) for row in rows]
     return Track(
         rank=rank,
         device=device,
@@ -159,10 +197,13 @@ def _track(owner: _Owner, rows: list[Row], summaries: dict[str, _Summary]) -> Tr
         phases=[str(row.get("phase")) for row in rows],
         failed=[row.get("failed") is True for row in rows],
         seconds=[number(row.get("seconds")) for row in rows],
-        values={key: [whole(row.get(key)) for row in rows] for key in VALUES},
+        values=_known({key: [whole(row.get(key)) for row in rows] for key in VALUES}),
+        levels=_known({key: [whole(found[key]) for found in levels] for key in LEVELS}),
+        seconds_border=[number(row.get("seconds_border")) for row in rows],
         residents={name: [found.get(name) for found in residents] for name in names},
         predicted={name: [found.get(name) for found in predicted] for name in names},
-        on_host=[name for name in names if any(_is_on_host(row, name) for row in rows)],
+        on_host=[name for name in names if any(_lists(row, "on_host", name) for row in rows)],
+        in_engine=[name for name in names if any(_lists(row, "in_engine", name) for row in rows)],
         summary=[
             PhaseSummary(
                 phase=phase,
@@ -172,6 +213,9 @@ def _track(owner: _Owner, rows: list[Row], summaries: dict[str, _Summary]) -> Tr
                 highest=found.highest,
                 residents=found.residents,
                 predicted=found.predicted,
+                device=found.device,
+                host=found.host,
+                host_left=found.host_left,
             )
             for phase, found in summaries.items()
         ],

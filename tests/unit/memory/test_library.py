@@ -1,0 +1,137 @@
+"""The ledger in a torch loop that knows nothing of plimsoll."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from plimsoll.errors import RefusedError
+from plimsoll.memory.device import FakeDevice
+from plimsoll.memory.library import MemoryLedger
+from plimsoll.memory.resident import Place
+from plimsoll.observe.report.read import read_run
+from tests.processes import open_files
+
+GIB = 2**30
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def train(ledger: MemoryLedger, steps: int) -> torch.nn.Linear:
+    model = torch.nn.Linear(64, 32, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ledger.track("parameters", model.parameters)
+    ledger.track("moments", lambda: (s[key] for s in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")))
+    for step in range(1, steps + 1):
+        ledger.step(step)
+        with ledger.phase("forward and backward"):
+            model(torch.ones(4, 64)).sum().backward()
+        with ledger.phase("update"):
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+def test_a_loop_leaves_rows_with_what_it_tracks(tmp_path: Path) -> None:
+    with MemoryLedger(tmp_path / "new" / "memory.jsonl", device="cpu") as ledger:
+        train(ledger, 2)
+        assert list(ledger.seconds()) == ["forward and backward", "update"]
+    found = rows(tmp_path / "new" / "memory.jsonl")
+    assert [(row["step"], row["phase"]) for row in found] == [
+        (1, "forward and backward"),
+        (1, "update"),
+        (2, "forward and backward"),
+        (2, "update"),
+    ]
+    size = 64 * 32 * 4
+    assert [row["residents"] for row in found] == [
+        {"parameters": size, "moments": 0},
+        *[{"parameters": size, "moments": 2 * size}] * 3,
+    ]
+    assert all(row["device"] == "cpu" and row["device_used"] is None for row in found)
+    assert all(row["host_anonymous"] > 0 and row["host_anonymous_peak"] >= row["host_anonymous"] for row in found)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_the_counters_of_the_device_are_there(tmp_path: Path) -> None:
+    with MemoryLedger(tmp_path) as ledger:
+        kept = torch.ones(64 * 2**20, dtype=torch.uint8, device="cuda")
+        ledger.track("kept", lambda: [kept, torch.ones(3)])
+        with ledger.phase("work"):
+            torch.ones(128 * 2**20, dtype=torch.uint8, device="cuda")
+    (row,) = rows(tmp_path / "memory.jsonl")
+    assert row["residents"] == {"kept": 64 * 2**20}
+    assert row["device_allocated_peak"] - row["device_allocated"] == 128 * 2**20
+    assert row["device_used"] >= row["device_reserved"]
+
+
+def test_phases_do_not_nest_and_the_outer_one_goes_on(tmp_path: Path) -> None:
+    with MemoryLedger(tmp_path, device="cpu") as ledger:
+        with (
+            ledger.phase("outer"),
+            pytest.raises(RefusedError, match="'inner' begins inside phase 'outer'"),
+            ledger.phase("inner"),
+        ):
+            pass
+        with ledger.phase("next"):
+            pass
+    assert [(row["phase"], row["failed"]) for row in rows(tmp_path / "memory.jsonl")] == [
+        ("outer", False),
+        ("next", False),
+    ]
+
+
+def test_an_out_of_memory_leaves_the_table(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    device = FakeDevice(total=10 * GIB)
+    with MemoryLedger(tmp_path, device=device) as ledger:
+        device.allocate(8 * GIB)
+        ledger.track_bytes("weights", lambda: 8 * GIB)
+        ledger.track_bytes("copy", lambda: 80 * GIB, place=Place.HOST)
+        caplog.set_level(logging.ERROR, "plimsoll.memory")
+        with pytest.raises(torch.OutOfMemoryError), ledger.phase("work"):
+            device.allocate(3 * GIB)
+    (text,) = caplog.messages
+    assert "in the work phase" in text
+    assert "The largest is weights, 8.0 GiB. What to change: hold less of it" in text
+    (row,) = rows(tmp_path / "memory.jsonl")
+    assert (row["unattributed"], row["on_host"], row["failed"]) == (0, ["copy"], True)
+
+
+def test_closing_again_is_allowed_and_leaves_nothing_open(tmp_path: Path) -> None:
+    ledger = MemoryLedger(tmp_path, device="cpu")
+    assert open_files(tmp_path)
+    ledger.close()
+    ledger.close()
+    assert open_files(tmp_path) == []
+
+
+def test_tracking_again_replaces(tmp_path: Path) -> None:
+    with MemoryLedger(tmp_path, device="cpu") as ledger:
+        ledger.track("weights", lambda: [torch.ones(3)])
+        ledger.track("weights", lambda: [torch.ones(5)])
+        with ledger.phase("work"):
+            pass
+    assert rows(tmp_path / "memory.jsonl")[0]["residents"] == {"weights": 20}
+
+
+def test_the_report_reads_the_folder(tmp_path: Path) -> None:
+    with MemoryLedger(tmp_path, device="cpu") as ledger:
+        train(ledger, 2)
+        ledger.describe("mine", model="a linear layer")
+        ledger.describe("another", model="does not replace it")
+    report = read_run(tmp_path)
+    assert report.name == "mine"
+    assert len(report.ledger) == 1
+
+
+def test_describing_keeps_the_recipe_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "recipe.json").write_text('{"name": "run"}')
+    with MemoryLedger(tmp_path, device="cpu") as ledger:
+        ledger.describe("mine")
+    assert json.loads((tmp_path / "recipe.json").read_text()) == {"name": "run"}
