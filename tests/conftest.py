@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from collections.abc import Generator
 
 import pytest
 
@@ -10,6 +11,14 @@ from tests.extras import EXTRAS
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _home(tmp_path_factory: pytest.TempPathFactory) -> Generator[None]:
+    """A home of its own: what runs remember there would decide what the next ones plan with."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -26,13 +26,14 @@ from plimsoll.config.derived import RunPlan
 from plimsoll.config.recipe import Recipe
 from plimsoll.data.order import CursorState
 from plimsoll.data.tokenizer import load_tokenizer
-from plimsoll.engines import PARTS, EngineSide, NativeSide, VllmSide, build_vllm
+from plimsoll.engines import PARTS, EngineSide, NativeSide, VllmSide, build_vllm, check_engine
 from plimsoll.generation import Generation
 from plimsoll.jsonl import write_json
 from plimsoll.memory import names
 from plimsoll.memory.allocator import AllocatorPolicy, TorchAllocator
 from plimsoll.memory.device import device_reader
 from plimsoll.memory.enter import Memory
+from plimsoll.memory.malloc import return_freed_memory
 from plimsoll.memory.phases import Phase
 from plimsoll.memory.plan.job import Job
 from plimsoll.memory.recorder import Recorder
@@ -84,6 +85,8 @@ def open_session(recipe: Recipe, *, objective: Objective, resume: bool, overwrit
         tokenizer = load_tokenizer(sources.tokenizer)
         rows = load_rows(recipe, tokenizer, objective)
         plan, job = plan_run(recipe, sources, tokenizer, rows, resumed, objective)
+        check_engine(job, plan)
+        sources.check_weights()
         folder = stack.enter_context(RunFolder.prepare(run_root, recipe.name, resume=resume, overwrite=overwrite))
         if resumed and resumed.state:  # before anything is written: other rows are refused here
             rows.stream.restore(CursorState.from_json(resumed.state.cursor))
@@ -148,12 +151,15 @@ class _Opening:
         saver = TrainingSaver(store)
         with memory.enter(Phase.LOAD):
             vllm = self._vllm(stack, self.plan)
+            memory.recorder.engine = vllm.memory if vllm is not None else None
             worker = self._worker(stack, self.plan, plane)
-            plan = self._calibrated(self.plan, worker)
+            plan, job = self._calibrated(self.plan, worker)
             generation = self._generation(stack, plan, plane, self._side(plan, worker, vllm))
             owners.append(worker)
             owners.extend([generation] if generation else ())
-        _settle(memory, plan, worker, generation, vllm, saver)
+            plan = self._as_built(plan, job, memory, vllm)
+            memory.recorder.plan = plan.memory  # the load's own row is held against it too
+        _settle(memory, plan, worker, generation, saver)
         write_json(folder.plan, plan.model_dump(mode="json"))
         if state:
             restore_rng(state.rng, plan.device)
@@ -189,6 +195,8 @@ class _Opening:
     def _memory(self, stack: ExitStack, owners: list[Owner]) -> Memory:
         """`owners` is filled once they are built."""
         device = torch.device(self.plan.device)
+        if device.type == "cpu":
+            return_freed_memory()
 
         def residents() -> list[Resident]:
             return [resident for owner in owners for resident in owner.residents()]
@@ -255,17 +263,27 @@ class _Opening:
             worker.load_state(checkpoint.optimizer, counters)
         return worker
 
-    def _calibrated(self, plan: RunPlan, worker: PolicyWorker) -> RunPlan:
-        """The plan with measured activations. RefusedError: with those it does not fit."""
+    def _calibrated(self, plan: RunPlan, worker: PolicyWorker) -> tuple[RunPlan, Job]:
+        """The plan with measured activations, and what it was made for. RefusedError: with those it does not fit."""
         plan = plan.model_copy(update={"packing": worker.policy.packing})  # the probe may have changed it
-        if not calibrate.wanted(self.job, plan):
-            return plan
+        if not self.job.calibration_wanted(plan.device):
+            return plan, self.job
         key = calibrate.key_of(self.job, plan)
-        measured = calibrate.remembered(key)
-        if not measured:
+        known = calibrate.remembered(key)
+        measured = known
+        if not known:
             measured = calibrate.measure(worker, self.job, plan, device_reader(worker.device))
             calibrate.remember(key, measured)
-        return replan(plan, replace(self.job, measured=measured))
+        job = replace(self.job, measured=measured, calibrates=not known)
+        return replan(plan, job, built=True), job
+
+    def _as_built(self, plan: RunPlan, job: Job, memory: Memory, vllm: VllmSide | None) -> RunPlan:
+        """The plan with the fixed parts as the device shows them. RefusedError: with those it does not fit."""
+        load = plan.memory.phase(Phase.LOAD) if plan.memory is not None else None
+        assert load is not None
+        takes = vllm.takes if vllm is not None else {}
+        parts = calibrate.fixed_parts(memory.recorder.holdings(), takes, load.residents)
+        return replan(plan, replace(job, measured={**job.measured, **parts}), built=True) if parts else plan
 
     def _vllm(self, stack: ExitStack, plan: RunPlan) -> VllmSide | None:
         """vLLM, where the recipe asks for it: before the trainer, whose memory it does not know."""
@@ -326,7 +344,6 @@ def _settle(
     plan: RunPlan,
     worker: PolicyWorker,
     generation: Generation | None,
-    vllm: VllmSide | None,
     saver: TrainingSaver,
 ) -> None:
     """From here on the plan says who is on the device, and what is more than now is growth."""
@@ -341,6 +358,4 @@ def _settle(
         policy_version=lambda: worker.version,
         quiesce=quiesce,
     )
-    memory.recorder.plan = plan.memory
-    memory.recorder.engine = vllm.memory if vllm is not None else None
     memory.recorder.take_baseline()

@@ -13,15 +13,19 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import transformers
 
 from plimsoll.config.derived import RunPlan
 from plimsoll.jsonl import write_json
+from plimsoll.memory import names
 from plimsoll.memory.device import DeviceReader
 from plimsoll.memory.host import HostReader, PeakSampler
-from plimsoll.memory.plan.job import GIB, ITEMSIZE, Job
-from plimsoll.memory.plan.workspace import micro_batch_tokens
+from plimsoll.memory.malloc import trim_heap
+from plimsoll.memory.plan.job import Job
+from plimsoll.memory.plan.workspace import micro_batch_tokens, micro_batches_add_up
 from plimsoll.memory.release import release_device_cache
-from plimsoll.memory.resident import storage_bytes
+from plimsoll.memory.resident import Place, storage_bytes
+from plimsoll.memory.table import Holdings
 from plimsoll.model.rows import PackedRows, pack_rows
 from plimsoll.update.worker import PolicyWorker
 
@@ -34,15 +38,6 @@ LOGPROB, GRADIENTS = "logprob", "update/gradients"
 """Phases whose workspace is measured."""
 
 _SAMPLE_SECONDS = 0.001
-
-
-def wanted(job: Job, plan: RunPlan) -> bool:
-    """`memory.calibration`, and what its `auto` means."""
-    setting = job.recipe.memory.calibration
-    if setting != "auto":
-        return setting == "on"
-    trained_bytes = 4 * job.sizes.num_parameters * ITEMSIZE[job.recipe.model.dtype]
-    return plan.device == "cuda" or trained_bytes >= GIB
 
 
 def key_of(job: Job, plan: RunPlan) -> str:
@@ -60,10 +55,14 @@ def key_of(job: Job, plan: RunPlan) -> str:
         plan.activation_checkpointing,
         str(micro_batch_tokens(job, plan.memory.choices)),
         str(job.longest_sequence),
+        "several" if micro_batches_add_up(job, plan.memory.choices) else "one",
+        "entropy" if job.trains_entropy else "no entropy",
         str(plan.logprob_chunk),
         str(recipe.train.compile),
         str(recipe.parallel.shard or recipe.cluster.ranks),
+        str(recipe.memory.default_stream_gather),
         torch.__version__,
+        transformers.__version__,
         device,
     ]
     return " | ".join(facts)
@@ -74,13 +73,13 @@ def remembered(key: str, store: Path | None = None) -> dict[str, int]:
     path = Path.home() / STORE if store is None else store
     try:
         found = json.loads(path.read_text(encoding="utf-8")).get(key, {})
-        return {str(name): int(value) for name, value in found.items()}
-    except (OSError, ValueError, AttributeError):
+        return {name: int(found[name]) for name in (LOGPROB, GRADIENTS)}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}
 
 
 def remember(key: str, measured: Mapping[str, int], store: Path | None = None) -> None:
-    """Keep for later runs and for `plimsoll plan`. A home that cannot be written to costs only that."""
+    """Keep for later runs. A home that cannot be written to costs only that."""
     path = Path.home() / STORE if store is None else store
     try:
         held: Any = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -97,8 +96,11 @@ def remember(key: str, measured: Mapping[str, int], store: Path | None = None) -
 def measure(worker: PolicyWorker, job: Job, plan: RunPlan, device: DeviceReader | None) -> dict[str, int]:
     """Highest use over what was there before, less the gradients: bytes by phase. Collective on several ranks.
 
-    The weights stay as they are, and no gradient is left.
+    A first micro-batch makes the gradients, from the last layer on, while its activations go; the next ones have them
+    from the start. So a second backward is measured too where a run has more than one. The weights stay as they are,
+    and no gradient is left.
     """
+    assert plan.memory is not None
     rows = _full_micro_batch(worker, job, plan)
     meter = _Meter(device)
 
@@ -108,19 +110,46 @@ def measure(worker: PolicyWorker, job: Job, plan: RunPlan, device: DeviceReader 
         worker.release_gathered()
 
     def update() -> None:
-        logprobs, _ = worker.policy(rows, temperature=1.0)
-        (logprobs.sum() * 0.0).backward()
+        logprobs, entropy = worker.policy(rows, temperature=1.0)
+        loss = logprobs.sum() * 0.0
+        if job.trains_entropy:
+            loss = loss + entropy.sum() * 0.0
+        loss.backward()
 
     try:
         found = {LOGPROB: meter.highest(forward)}
-        peak = meter.highest(update)
-        found[GRADIENTS] = max(peak - storage_bytes(worker.optimizer.gradients()), 0)
+        first = meter.highest(update)
+        found[GRADIENTS] = max(first - storage_bytes(worker.optimizer.gradients()), 0)
+        if micro_batches_add_up(job, plan.memory.choices):
+            found[GRADIENTS] = max(found[GRADIENTS], meter.highest(update))
     finally:
         worker.optimizer.zero_grad()
         meter.close()
         gc.collect()
         release_device_cache(worker.device)
     return found
+
+
+def fixed_parts(held: Holdings, engine: Mapping[str, int], planned: Mapping[str, int]) -> dict[str, int]:
+    """What the plan took from a table and a device shows once everything is built: bytes by resident.
+
+    `engine`: what its parts really take while they are awake; they sleep now. `planned`: residents of the load so far.
+    Empty on a CPU.
+    """
+    device = held.device
+    if device is None:
+        return {}
+    owned = sum(size for _, size, place in held.residents if place is Place.DEVICE)
+    groups = sum(size for name, size in planned.items() if name.startswith(names.COMMUNICATOR))
+    outside = device.used - (device.reserved - held.engine.counted) - held.engine.mapped
+    return {
+        **engine,
+        names.CUDA_CONTEXT: max(outside - groups, 0),
+        # Not all threads have multiplied yet.
+        names.LIBRARY_WORKSPACES: max(
+            device.allocated - held.engine.counted - owned, planned[names.LIBRARY_WORKSPACES]
+        ),
+    }
 
 
 def _full_micro_batch(worker: PolicyWorker, job: Job, plan: RunPlan) -> PackedRows:
@@ -154,6 +183,7 @@ class _Meter:
             self._device.synchronize()
             return self._device.read().allocated_peak - before
         gc.collect()
+        trim_heap()  # what the call before has left in the heap would be taken again, and not be seen
         before = self._host.anonymous() or 0
         self._sampler.begin()
         work()

@@ -130,7 +130,8 @@ def evaluate(
         raise RefusedError(f"{target} is not a folder: name a run folder, a Hugging Face folder or a .gguf file")
     path = _recipe_of(target) if recipe is None else recipe
     loaded = load_recipe(path, overrides or [])
-    check_eval(loaded)
+    for note in check_eval(loaded):
+        _say(note)
     check_files(loaded, path, command="eval")
     check_function(loaded.reward)
     _prepare_environment()
@@ -199,6 +200,8 @@ def plan(
     Exit code 0: it fits; 2: it does not, and the answer names what would help.
     """
     if from_verl is not None:
+        if sft or curve:
+            raise RefusedError("--sft and --curve are for a recipe: save the one that --from-verl prints and plan it")
         from plimsoll.migrate.command import run as migrate
 
         # What looks like the recipe is the first setting there.

@@ -18,12 +18,13 @@ from plimsoll.config.recipe import Recipe
 from plimsoll.errors import RefusedError
 from plimsoll.memory import names
 from plimsoll.memory.device import EngineMemory
+from plimsoll.memory.plan.job import Job
 from plimsoll.memory.resident import Place, Resident, Survival
 from plimsoll.model.build import DTYPES
 from plimsoll.rollout.movers import kv_resident, weights_resident
 from plimsoll.rollout.native import NativeEngine
 from plimsoll.rollout.vllm_engine import VllmEngine
-from plimsoll.rollout.vllm_settings import VllmSettings
+from plimsoll.rollout.vllm_settings import VllmSettings, check_temperature
 from plimsoll.sync.buckets import WeightBuckets
 from plimsoll.sync.engine import send
 from plimsoll.sync.inprocess import RolloutWeights, WeightSource, sync
@@ -93,10 +94,16 @@ class NativeSide:
 
 
 class VllmSide:
-    """vLLM in this process; `connect` it to the policy before the first sync."""
+    """vLLM in this process; `connect` it to the policy before the first sync. Build it while the engine is awake."""
 
     def __init__(self, engine: VllmEngine, plan: RunPlan) -> None:
         self.engine = engine
+        self.takes = {
+            names.ROLLOUT_PARAMETERS: engine.weights_bytes,
+            names.KV_CACHE: engine.kv_bytes,
+            names.ENGINE_BUFFERS: engine.buffers_bytes,
+        }
+        """Device memory of its parts when nothing of it sleeps."""
         self._plan = plan
         self._source: WeightSource | None = None
         self._buckets: WeightBuckets | None = None
@@ -139,6 +146,19 @@ class VllmSide:
         return EngineMemory(counted=counted, mapped=mapped)
 
 
+def check_engine(job: Job, plan: RunPlan) -> None:
+    """RefusedError when the engine cannot serve the run: asked before anything is built or deleted."""
+    recipe = job.recipe
+    if recipe.rollout.engine != "vllm" or not job.generates:
+        return
+    if plan.device != "cuda":
+        raise RefusedError("rollout.engine=vllm needs a GPU, and there is none here: set rollout.engine=native")
+    if job.objective == "policy":
+        check_temperature(recipe.rollout.temperature)
+    if recipe.data.eval is not None:
+        check_temperature(recipe.rollout.eval.temperature)
+
+
 def build_vllm(
     recipe: Recipe,
     plan: RunPlan,
@@ -149,12 +169,10 @@ def build_vllm(
 ) -> VllmSide:
     """Build vLLM and put it to sleep. `model`: the policy's class, without memory; `folder`: for vLLM to read from.
 
-    RefusedError when vLLM does not take the model or the settings.
+    RefusedError when vLLM does not take the model or the settings. `check_engine` comes before.
     """
     from plimsoll.rollout.vllm import build_vllm_engine
 
-    if plan.device != "cuda":
-        raise RefusedError("rollout.engine=vllm needs a GPU, and there is none here: set rollout.engine=native")
     settings = VllmSettings(
         config=config.to_dict(),
         architecture=type(model).__name__,
@@ -167,5 +185,6 @@ def build_vllm(
         seed=recipe.seed,
     )
     engine = build_vllm_engine(settings, folder, guard=guard)
+    side = VllmSide(engine, plan)
     engine.sleep(PARTS)
-    return VllmSide(engine, plan)
+    return side

@@ -15,7 +15,7 @@ from plimsoll.checkpoint.training import MODEL
 from plimsoll.config.derived import ADDED, RunPlan
 from plimsoll.config.recipe import Recipe
 from plimsoll.errors import RefusedError
-from plimsoll.model.build import DTYPES, check_weights
+from plimsoll.model.build import DTYPES, check_weights, read_config
 from plimsoll.model_cache import CACHE, Converted, clear, convert, is_convertible, open_model
 from plimsoll.observe.console import Console
 from plimsoll.observe.run_folder import PLAN, TOKENIZER
@@ -39,6 +39,14 @@ class Sources:
     config: Path  # config.json, or a folder that holds one
     tokenizer: Path
     converted: tuple[Converted, ...]  # whose folders, named by `recipe`, are there after `convert_weights`
+    unchecked: tuple[tuple[Path, str], ...]  # folders of weights, and the settings that name them
+
+    def check_weights(self) -> None:
+        """RefusedError, from headers alone: weights that do not fit their config.json. After the plan, which opens no
+        file of weights."""
+        for folder, setting in self.unchecked:
+            with blamed_on(setting):
+                check_weights(folder, DTYPES[self.recipe.model.dtype])
 
     def convert_weights(self, run: Path, console: Console) -> None:
         """Fill RUN/model_cache. RefusedError or CheckpointError: weights cannot be converted, or not be written."""
@@ -51,7 +59,10 @@ class Sources:
 def find_resumed(run: Path, console: Console) -> Resumed:
     """Look for the newest complete checkpoint, saying what was passed over."""
     recorded = run / PLAN
-    plan = RunPlan.model_validate({**ADDED, **json.loads(recorded.read_bytes())}) if recorded.is_file() else None
+    plan = None
+    if recorded.is_file():
+        # The memory plan is made anew in any case, and another version may have written other fields.
+        plan = RunPlan.model_validate({**ADDED, **json.loads(recorded.read_bytes()), "memory": None})
     scan = CheckpointStore(run / CHECKPOINTS, keep=None).scan()
     for skipped in scan.skipped:
         console.note(f"passed over {skipped.path}: {skipped.reason}")
@@ -81,6 +92,7 @@ class _Resolving:
         self.resumed = resumed
         self.scratch = scratch
         self.converted: dict[str, Converted] = {}  # by what the recipe names
+        self.unchecked: list[tuple[Path, str]] = []
 
     def sources(self) -> Sources:
         model, resumed = self.recipe.model, self.resumed
@@ -106,6 +118,7 @@ class _Resolving:
             config=config,
             tokenizer=tokenizer,
             converted=tuple(self.converted.values()),
+            unchecked=tuple(self.unchecked),
         )
 
     def reference(self, policy: Path | None) -> str | None:
@@ -136,7 +149,7 @@ class _Resolving:
         return folder
 
     def weights(self, named: str, setting: str) -> Path:
-        """The Hugging Face folder that `named` means. Broken files are refused: the run folder is not touched yet."""
+        """The Hugging Face folder that `named` means. RefusedError: a broken config.json. Weights are not looked at."""
         path = Path(named)
         if named in self.converted:
             return self.converted[named].folder
@@ -154,5 +167,6 @@ class _Resolving:
             return self.converted[named].folder
         folder = locate_model(named, setting=setting).model
         with blamed_on(setting):
-            check_weights(folder, DTYPES[self.recipe.model.dtype])
+            read_config(folder)
+        self.unchecked.append((folder, setting))
         return folder

@@ -238,7 +238,8 @@ class Session:
             skipped_nonfinite=counters.skipped_nonfinite,
             skipped_empty=counters.skipped_empty,
             cursor=asdict(self.stream.state()),
-            plan=self.plan.model_dump(mode="json"),
+            # Without the memory plan, which belongs to the machine: equal runs have equal checkpoints.
+            plan=self.plan.model_dump(mode="json", exclude={"memory"}),
             rng=capture_rng(self.plan.device),
             libraries=library_versions(),
         )

@@ -11,7 +11,7 @@ from plimsoll.config.derived import RunPlan
 from plimsoll.config.planned import MemoryPlan
 from plimsoll.config.recipe import Recipe
 from plimsoll.errors import RefusedError
-from plimsoll.memory.plan.advice import refusal_error
+from plimsoll.memory.plan.advice import refusal_error, refusal_lines
 from plimsoll.memory.plan.capacity import machine as machine_of
 from plimsoll.memory.plan.choose import plan as plan_memory
 from plimsoll.memory.plan.constants import ALLOCATOR_SHARE, KV_SHARE
@@ -19,6 +19,7 @@ from plimsoll.memory.plan.job import ITEMSIZE, Job, Machine
 from plimsoll.model.build import DTYPES, build_meta
 from plimsoll.model.measure import sizes_of
 from plimsoll.model.sizes import ModelSizes, read_sizes
+from plimsoll.observe.run_folder import may_change
 from plimsoll.rollout.kv import kv_bytes_per_token, plan_slots
 
 Objective = Literal["policy", "supervised"]
@@ -110,9 +111,10 @@ def model_sizes(config: PreTrainedConfig) -> ModelSizes:
         return sizes_of(build_meta(config, torch.float32))
 
 
-def machine(recipe: Recipe) -> Machine:
-    """What this process may use. Of a GPU that others use too, what they leave."""
-    found = machine_of(recipe, device="cuda" if torch.cuda.is_available() else "cpu")
+def machine(recipe: Recipe, device: Literal["cpu", "cuda"] | None = None) -> Machine:
+    """What this process may use. Of a GPU that others use too, what they leave. `device`: where the run computes; None:
+    on a GPU if there is one."""
+    found = machine_of(recipe, device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if found.device == "cpu":
         return found
     free, total = torch.cuda.mem_get_info()
@@ -120,12 +122,23 @@ def machine(recipe: Recipe) -> Machine:
     return replace(found, device_bytes=min(found.device_bytes, total - max(taken - _OWN_CONTEXT, 0)))
 
 
-def fitting(job: Job, machine: Machine) -> MemoryPlan:
-    """The memory plan. RefusedError: it does not fit."""
+def fitting(job: Job, machine: Machine, *, resumed: bool = False) -> MemoryPlan:
+    """The memory plan. RefusedError: it does not fit. `resumed`: no setting is advised that the run must keep."""
     memory = plan_memory(job, machine)
-    if not memory.fits:
+    if memory.fits:
+        return memory
+    if not resumed:
         raise refusal_error(memory)
-    return memory
+    advice = tuple(each for each in memory.advice if all(may_change(item.partition("=")[0]) for item in each.set))
+    if advice or not memory.advice:
+        raise refusal_error(memory.model_copy(update={"advice": advice}))
+    raise RefusedError(
+        [
+            *refusal_lines(memory),
+            "No setting that a resumed run may change makes it fit: resume it where there is more memory, or start a "
+            "new run from its weights (name=OTHER model.path=RUN)",
+        ]
+    )
 
 
 def with_slots(plan: RunPlan, config: PreTrainedConfig, job: Job) -> RunPlan:
@@ -142,24 +155,36 @@ def with_slots(plan: RunPlan, config: PreTrainedConfig, job: Job) -> RunPlan:
     return plan.model_copy(update={"num_slots": slots, "kv_bytes": kv_bytes})
 
 
-def replan(plan: RunPlan, job: Job) -> RunPlan:
+def replan(plan: RunPlan, job: Job, *, built: bool = False) -> RunPlan:
     """The memory of a run whose numbers are settled: for the machine as it is now, or with what was measured.
 
-    RefusedError when they do not fit.
+    `built`: optimizer and reference are where the plan has put them, and stay there. RefusedError when they do not fit.
     """
     recipe = job.recipe
+    train: dict[str, Any] = {
+        "token_budget": plan.token_budget,
+        "activation_checkpointing": plan.activation_checkpointing,
+    }
+    model: dict[str, Any] = {}
+    if built:
+        train["optimizer_state"], model["reference_placement"] = plan.optimizer_state, plan.reference_placement
     settled = recipe.model_copy(
         update={
-            "train": recipe.train.model_copy(
-                update={
-                    "token_budget": plan.token_budget,
-                    "activation_checkpointing": plan.activation_checkpointing,
-                }
-            ),
+            "train": recipe.train.model_copy(update=train),
+            "model": recipe.model.model_copy(update=model),
             "rollout": recipe.rollout.model_copy(update={"kv_memory": plan.kv_bytes} if plan.kv_bytes else {}),
         }
     )
-    memory = fitting(replace(job, recipe=settled), machine(recipe))
+    have = machine(recipe, plan.device)
+    if built and plan.memory is not None:
+        # What is free by now is less by what this run itself has taken.
+        rows, host = plan.memory.phases, plan.memory.host
+        have = replace(
+            have,
+            device_bytes=max(have.device_bytes, rows[0].capacity_bytes),
+            host_bytes=max(have.host_bytes, host.capacity_bytes),
+        )
+    memory = fitting(replace(job, recipe=settled), have, resumed=not built)
     return plan.model_copy(
         update={
             "optimizer_state": memory.choices.optimizer_state,

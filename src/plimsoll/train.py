@@ -120,7 +120,10 @@ def rollout(s: Session, step: int, guard: InterruptGuard) -> Filled:
         with s.enter(Phase.ROLLOUT):
             return fill(s, step)
     except SamplingError:
-        s.save(step - 1, guard, ends=True)
+        try:
+            s.save(step - 1, guard, ends=True)
+        except Exception as second:  # why the run ends is the first error
+            logger.error("the checkpoint of step %d could not be saved: %s", step - 1, second)
         raise
 
 

@@ -22,6 +22,7 @@ from plimsoll.checkpoint.store import CheckpointStore
 from plimsoll.cli import main
 from plimsoll.memory.enter import Memory
 from plimsoll.memory.phases import Phase
+from plimsoll.memory.recorder import Recorder
 from plimsoll.reward.pool import ScoringPool
 from plimsoll.rollout.native import NativeEngine
 from plimsoll.session import Session
@@ -86,7 +87,7 @@ def arm(point: Point, step: int, signum: signal.Signals) -> None:
     def enter(memory: Memory, phase: Phase) -> None:
         here.phase, here.calls = phase, 0
 
-    def record(memory: Memory, *args: Any, **kwargs: Any) -> None:
+    def record(recorder: Recorder, *args: Any, **kwargs: Any) -> None:
         here.phase = None
 
     def called(*args: Any, **kwargs: Any) -> None:
@@ -99,7 +100,7 @@ def arm(point: Point, step: int, signum: signal.Signals) -> None:
 
     wrap(Memory, "begin_step", begin_step)
     wrap(Memory, "enter", enter)
-    wrap(Memory, "_record", record)
+    wrap(Recorder, "_record", record)
     wrap(point.owner, point.name, called)
 
 

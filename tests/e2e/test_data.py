@@ -161,7 +161,7 @@ class Spy:
                 spy.rows.setdefault(ref.key.partition("@")[0], {}).update(columns)
                 super().put(ref, **columns)
 
-        monkeypatch.setattr("plimsoll.generation.NativeEngine", Engine)
+        monkeypatch.setattr("plimsoll.engines.NativeEngine", Engine)
         monkeypatch.setattr("plimsoll.assemble.LocalPlane", Plane)
 
 

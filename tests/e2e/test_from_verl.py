@@ -53,3 +53,9 @@ def test_what_a_script_does_not_say_is_asked_for(tmp_path: Path, capsys: pytest.
     assert f"{broken}, line 1: a single quote opens" in capsys.readouterr().err
     assert main(["plan", "--from-verl", str(tmp_path / "none.sh")]) == 2
     assert "No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--curve", "--sft"])
+def test_options_of_a_recipe_are_refused_for_a_script(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--from-verl", str(SCRIPT), *MACHINE, option]) == 2
+    assert "are for a recipe" in capsys.readouterr().err

@@ -114,7 +114,7 @@ def test_the_reference_is_where_training_began(small: Small, estimator: str) -> 
     (scored,) = {tuple(row["residents"]) for row in read_jsonl(folder / "memory.jsonl")[1:]}
     assert "reference_parameters" in scored
     phases = [row["phase"] for row in read_jsonl(folder / "memory.jsonl") if row["step"] == 1]
-    assert phases == ["rollout", "logprob", "update", "sync"]
+    assert phases == ["rollout", "reference", "update", "sync"]
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="reads the open files from /proc")

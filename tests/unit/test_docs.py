@@ -11,9 +11,17 @@ from typer.main import get_command
 
 from plimsoll.cli import app
 from plimsoll.config.aliases import ALIASES, KNOWN_ELSEWHERE
+from plimsoll.config.base import Section
+from plimsoll.config.load import load_recipe
+from plimsoll.config.planned import MemoryPlan
 from plimsoll.config.reference import COMMAND, anchor, configuration_markdown, known_keys
 from plimsoll.config.schema import leaves, sections
 from plimsoll.data.tasks.problems import TASKS
+from plimsoll.memory.plan import capacity, constants, host, moved
+from plimsoll.memory.plan.advice import advise
+from plimsoll.memory.plan.choose import plan_without_advice
+from plimsoll.memory.plan.job import GIB, Job, Machine
+from tests import plan_examples
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -27,7 +35,7 @@ EXTERNAL = re.compile(r"https://[a-z0-9.-]+\.[a-z]+(/\S*)?")
 ID = re.compile(r'<a id="([^"]+)">')
 
 COMMANDS = re.compile(r"(?<![\w./'-])plimsoll +([a-z][a-z-]*)\b(?!\.)")
-TARGETS = re.compile(r"(?<![\w-])make +([a-z][a-z0-9-]+)\b")
+TARGETS = re.compile(r"(?<![\w-])make +(?!it fit)([a-z][a-z0-9-]+)\b")
 KEY = re.compile(r"[a-z]+(?:\.[a-z_0-9*]+)+")
 
 FILE_ENDINGS = ("yaml", "py", "json", "jsonl", "md", "toml", "txt", "html", "safetensors", "gguf", "parquet")
@@ -162,6 +170,15 @@ def test_no_known_name_of_others_is_hidden_by_a_name_of_ours() -> None:
     assert set(KNOWN_ELSEWHERE.values()) <= set(leaves())
 
 
+@pytest.mark.parametrize("page", plan_examples.PAGES, ids=name_of)
+def test_plans_are_shown_as_they_are_printed(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(capacity, "find_gpus", lambda: None)  # one that is here would bound the recipe's capacity
+    assert "$ plimsoll plan " in text_of(page)
+    outdated = f"{name_of(page)} is out of date: run `{plan_examples.COMMAND}`"
+    assert plan_examples.refreshed(text_of(page)) == text_of(page), outdated
+
+
 def test_the_configuration_page_is_the_generated_one() -> None:
     page = text_of(DOCS / "configuration.md")
     assert page == configuration_markdown(), f"docs/configuration.md is out of date: run `{COMMAND}`"
@@ -197,3 +214,64 @@ def test_every_built_in_task_stands_in_the_page_about_data_with_its_options_and_
 
 WITHOUT_ALNUM = str.maketrans("", "", "0123456789abcdefghijklmnopqrstuvwxyz")
 """Leaves the mark of a task: `>` in `483920>`."""
+
+
+MEASURED = {
+    "CUDA context": constants.CUDA_CONTEXT,
+    "first communicator": constants.FIRST_COMMUNICATOR,
+    "each further communicator": constants.FURTHER_COMMUNICATOR,
+    "vLLM asleep, without CUDA graphs": constants.VLLM_BUFFERS,
+    "its CUDA graphs": constants.VLLM_GRAPHS,
+    "growth of a process on a GPU": host.PROCESS_BYTES["cuda"],
+    "growth of a process on a CPU": host.PROCESS_BYTES["cpu"],
+    "an engine in the process": host.ENGINE_BYTES,
+}
+"""Row of docs/memory.md → bytes."""
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_figures_of_the_plan_that_have_no_formula_stand_in_the_page_about_memory(name: str) -> None:
+    (row,) = [line for line in prose(DOCS / "memory.md").splitlines() if line.startswith(f"| {name} |")]
+    number, unit, *_ = row.split("|")[2].split()
+    assert float(number) == pytest.approx(MEASURED[name] / {"GiB": 2**30, "MiB": 2**20}[unit], rel=1e-3)
+
+
+def test_speeds_of_the_plan_stand_in_the_page_about_memory() -> None:
+    page = prose(DOCS / "memory.md")
+    speeds = moved.REFERENCE_SPEED
+    assert f"| {moved.STREAM_SPEED / 1e9:.0f} GB/s, both directions together |" in page
+    assert f"| {moved.ARENA_SPEED / 1e9:.0f} GB/s |" in page
+    found = [f"{speeds[name] / 1e9:.0f}" for name in ("page_cache", "ring", "arena")]
+    assert "| {} GB/s `page_cache`, {} `ring`, {} `arena` |".format(*found) in page
+    assert f"{moved.NODE_SPEED / 1e9:.0f} GB/s in a node, {moved.NETWORK_SPEED / 1e9:.0f} between nodes" in page
+
+
+@pytest.mark.parametrize("state", ["device", "streamed"])
+def test_the_order_of_what_helps_is_that_of_the_advice(state: str) -> None:
+    rows = [line.split("|")[2] for line in prose(DOCS / "memory.md").splitlines() if re.match(r"\| \d+ \| `", line)]
+    other = {"device": "streamed", "streamed": "device"}[state]
+    listed = [key for row in rows for key in CODE.findall(row) if "." in key]
+    listed = [key.partition("=")[0] for key in listed if key != f"train.optimizer_state={state}"]
+    assert any(f"train.optimizer_state={other}" in row for row in rows)
+    overrides = ["checkpoint.background=true", "algorithm.kl_coefficient=0.1", "parallel.shard=4"]
+    overrides.append(f"model.config={ROOT / 'recipes' / 'models' / 'Qwen3-8B'}")
+    job = capacity.job_of(load_recipe(ROOT / "recipes" / "qwen3_8b_8xh200.yaml", overrides), "policy")
+    small = Machine(device="cuda", device_bytes=8 * GIB, host_bytes=2000 * GIB, ranks=8, ranks_per_node=8)
+    refused = plan_without_advice(job, small)
+    chosen = {"optimizer_state": state, "activation_checkpointing": "none", "token_budget": 2**16, "kv_bytes": 2**36}
+    refused = refused.model_copy(update={"choices": refused.choices.model_copy(update=chosen)})
+    tried: list[str] = []
+
+    def replan(changed: Job) -> MemoryPlan:
+        differs = {
+            f"{section}.{key}"
+            for section, values in job.recipe
+            if isinstance(values, Section)
+            for key, value in dict(changed.recipe)[section]
+            if value != dict(values)[key]
+        }
+        tried.extend(differs if len(differs) == 1 else ())  # later ones are combinations
+        return refused
+
+    advise(job, small, refused, replan)
+    assert list(dict.fromkeys(tried)) == listed

@@ -1,5 +1,6 @@
 """What a plan makes of recipe, data and machine."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,9 +8,11 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase, Qwen2Config
 
+from plimsoll import sizing
 from plimsoll.config.derived import RunPlan
 from plimsoll.data.tokenizer import load_tokenizer
 from plimsoll.errors import RefusedError
+from plimsoll.memory.plan.job import GIB, Machine
 from plimsoll.sizing import (
     DataSizes,
     check_ids,
@@ -17,6 +20,7 @@ from plimsoll.sizing import (
     clip_intervals,
     derive_plan,
     job_of,
+    replan,
     stop_ids,
 )
 from tests.unit.config.recipes import MINIMAL, load
@@ -159,3 +163,54 @@ def test_intervals_longer_than_the_run_are_cut_and_said_once_each(tmp_path: Path
     assert (kept.eval_every, kept.checkpoint_every, kept.notes) == (100, 50, ())
     off = clip_intervals(load(tmp_path), steps=2)
     assert (off.eval_every, off.checkpoint_every, off.notes) == (None, None, ())
+
+
+def test_a_run_of_the_cpu_is_planned_for_the_cpu_where_there_is_a_gpu(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, made = load(tmp_path, MINIMAL), plan(tmp_path, tokenizer)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    again = replan(made, job_of(recipe, config(), SIZES, objective="policy"))
+    assert again.memory is not None
+    assert again.memory.choices.device == "cpu"
+
+
+def test_what_is_built_stays_where_it_is_when_a_measurement_changes_the_plan(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan with less room needed would take the moments back to the device, where the worker does not have them."""
+    recipe, made = load(tmp_path, MINIMAL), plan(tmp_path, tokenizer)
+    gpu = Machine(device="cuda", device_bytes=80 * GIB, host_bytes=80 * GIB, ranks=1, ranks_per_node=1)
+    monkeypatch.setattr(sizing, "machine", lambda *_: gpu)
+    built = made.model_copy(update={"device": "cuda", "optimizer_state": "streamed", "reference_placement": "arena"})
+    job = job_of(recipe, config(), SIZES, objective="policy", reference=config())
+    free, kept = replan(built, job), replan(built, job, built=True)
+    assert (free.optimizer_state, free.reference_placement) == ("device", "device")
+    for found in (kept, kept.memory and kept.memory.choices):
+        assert found is not None
+        assert (found.optimizer_state, found.reference_placement) == ("streamed", "arena")
+
+
+def test_a_resumed_run_is_not_advised_what_it_must_keep(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fixed = ("train.token_budget=8192", "rollout.kv_memory=1MiB")
+    made, recipe = plan(tmp_path, tokenizer, *fixed), load(tmp_path, MINIMAL, fixed)
+    assert made.memory is not None
+    job = job_of(recipe, config(), SIZES, objective="policy")
+    needed = max(row.device_bytes for row in made.memory.phases)
+
+    def causes(device_bytes: int, call: Callable[[], object]) -> tuple[str, ...]:
+        small = Machine(device="cpu", device_bytes=device_bytes, host_bytes=80 * GIB, ranks=1, ranks_per_node=1)
+        monkeypatch.setattr(sizing, "machine", lambda *_: small)
+        with pytest.raises(RefusedError) as error:
+            call()
+        return error.value.causes
+
+    new = causes(needed // 2, lambda: plan(tmp_path, tokenizer, *fixed))
+    assert any("train.token_budget" in cause for cause in new)
+    resumed = causes(needed // 2, lambda: replan(made, job))
+    assert not any("token_budget" in cause or "kv_memory" in cause for cause in resumed)
+    assert any("and has" in cause for cause in resumed)
+    assert "resume it where there is more memory" in resumed[-1]
+    assert not any("a resumed run" in cause for cause in causes(1, lambda: replan(made, job)))  # nothing helps anybody

@@ -10,8 +10,10 @@ _VLLM = {
     "VLLM_NO_USAGE_STATS": "1",
     # FlashInfer's sampler compiles at the first call and returns no log-probs after truncation; torch's does.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    # Its log lines go to stdout, and through a handler of its own, past the run's console.
+    # Its log lines go through a handler of its own, past the run's console.
     "VLLM_LOGGING_LEVEL": "WARNING",
+    # Ours has results only.
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
 }
 
 

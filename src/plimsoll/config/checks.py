@@ -36,9 +36,15 @@ def check_sft(recipe: Recipe) -> tuple[str, ...]:
 
 
 def check_eval(recipe: Recipe) -> tuple[str, ...]:
-    """Everything that `plimsoll eval` needs to hold. The model is the command's argument, not `model.path`."""
+    """Everything that `plimsoll eval` needs to hold. The model is the command's argument, not `model.path`. Returns
+    notes."""
     _refuse(_not_built(recipe), _eval_rows(recipe), _data(recipe), reward_causes(recipe))
-    return ()
+    if recipe.rollout.engine == "native":
+        return ()
+    return (
+        f"`rollout.engine={recipe.rollout.engine}` samples in training alone: this evaluation takes the native engine, "
+        "which is slower, and whose rounding may turn a near tie the other way",
+    )
 
 
 def check_plan(recipe: Recipe, objective: Literal["policy", "supervised"]) -> tuple[str, ...]:

@@ -17,7 +17,9 @@ def check_files(recipe: Recipe, recipe_file: Path, *, command: str = "train", re
     """RecipeError names every key whose file or folder is missing. `recipe_file`: the recipe as the user named it, so
     that a missing run can be answered with the command that makes it. `command`: train, sft or eval. `resume`: weights
     and tokenizer come from the run itself."""
-    causes = [*_sources(recipe, command), *(_sinks(recipe) if command != "eval" else ()), *_engine(recipe)]
+    causes = [*_sources(recipe, command), *(_sinks(recipe) if command != "eval" else ())]
+    if command == "train" or (command == "sft" and recipe.data.eval is not None):
+        causes += _engine(recipe)
     if command != "eval" and not resume:
         causes += _models(recipe, recipe_file, command)
         causes += _own_folder(recipe)

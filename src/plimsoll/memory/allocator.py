@@ -35,14 +35,15 @@ def environment(role: Role, env: Mapping[str, str] | None = None) -> dict[str, s
     """The variables to set for a process of this role before it imports torch; `env` is left as it is.
 
     `env` is what the process would inherit (None: the environment of this process). A trainer gets expandable segments
-    under both names. A rollout process gets them switched off under each name that mentions them (set to False rather
-    than removed, so that `os.environ.update` is enough), and nothing where none does. Other options are kept; where
-    the two names disagree, a trainer gets what the current name says, as torch would.
+    under both names, unless the user has switched them off (a platform may have none). A rollout process gets them
+    switched off under each name that mentions them (set to False rather than removed, so that `os.environ.update` is
+    enough), and nothing where none does. Other options are kept; where the two names disagree, a trainer gets what the
+    current name says, as torch would.
     """
     inherited = os.environ if env is None else env
     if role == "trainer":
         merged = parse_options(inherited.get(OLD_NAME, "")) | parse_options(inherited.get(CURRENT_NAME, ""))
-        text = _format_options(merged | {_OPTION: "True"})
+        text = _format_options(merged if _OPTION in merged else merged | {_OPTION: "True"})
         return {OLD_NAME: text, CURRENT_NAME: text}
     changed: dict[str, str] = {}
     for name in (OLD_NAME, CURRENT_NAME):
@@ -195,14 +196,14 @@ class AllocatorPolicy:
         self,
         backend: AllocatorBackend | None,
         *,
-        expandable: bool = True,
+        expandable: bool | None = None,
         options: Mapping[str, str] | None = None,
     ) -> None:
-        """`backend` None: a CPU run, nothing happens. `expandable`: the trainer's mode. `options`: the other options,
-        by default those of the environment."""
+        """`backend` None: a CPU run, nothing happens. `expandable`: the trainer's mode, by default what the options
+        say, and True where they do not. `options`: the other options, by default those of the environment."""
         self._backend = backend
-        self._expandable = expandable
         self._options = dict(inherited_options() if options is None else options)
+        self._expandable = self._options.get(_OPTION) != "False" if expandable is None else expandable
         self._current: bool | None = None
         self._verified: set[bool] = set()
         self._noted = False

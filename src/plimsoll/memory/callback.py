@@ -107,8 +107,12 @@ class MemoryCallback(TrainerCallback):
             name = model.name_or_path or model.config.__class__.__name__
         if isinstance(model, GenerationMixin):
             generator = cast("Any", model)
+            own = vars(model).get("generate")  # set by somebody who wraps it too
             generator.generate = self.recorded(generator.generate)
-            self._restore.callback(delattr, model, "generate")
+            if own is None:
+                self._restore.callback(delattr, model, "generate")
+            else:
+                self._restore.callback(setattr, model, "generate", own)
         if isinstance(optimizer, torch.optim.Optimizer):
             ledger.track("optimizer_state", lambda: _state(optimizer))
         if self._metrics is not None:

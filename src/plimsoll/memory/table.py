@@ -119,11 +119,21 @@ def table(holdings: Holdings, kind: Kind, cause: str) -> str:
     ]
     lines += _device_lines(holdings, device) + _host_lines(holdings, host)
     consumers = device if kind == "device" and device else host
+    # Libraries cannot be made smaller: anything else that is there comes first.
+    consumers = [row for row in consumers if row[0] != STARTED and _weight(row)] or consumers
     if consumers:
-        name, size, _ = max(consumers, key=lambda row: row[1])
-        change = _CHANGE.get(name, "hold less of it, or free it before this phase")
-        lines.append(f"The largest is {name}, {gib_text(size)}. What to change: {change}.")
+        name, size, planned = max(consumers, key=_weight)
+        foretold = f" now, {gib_text(planned)} planned" if planned is not None and planned > size else ""
+        activations = name == OTHER_HOST and holdings.device is None  # a CPU's are in host memory
+        change = _CHANGE.get(UNNAMED if activations else name, "hold less of it, or free it before this phase")
+        lines.append(f"The largest is {name}, {gib_text(size)}{foretold}. What to change: {change}.")
     return "\n".join(lines)
+
+
+def _weight(row: "Row") -> int:
+    """Bytes to compare by. Much of what nobody names is gone once the exception has come here; the plan knows it."""
+    name, size, planned = row
+    return max(size, planned or 0) if name in (UNNAMED, OTHER_HOST) else size
 
 
 Row = tuple[str, int, int | None]
@@ -163,7 +173,8 @@ def _host_rows(holdings: Holdings) -> list[Row]:
     if holdings.host.anonymous is not None:
         started = holdings.host_start or 0
         rows.append((STARTED, started, None))
-        rows.append((OTHER_HOST, max(0, holdings.host.anonymous - started - sum(size for _, size in own)), None))
+        unnamed = max(0, holdings.host.anonymous - started - sum(size for _, size in own))
+        rows.append((OTHER_HOST, unnamed, holdings.planned.workspace_bytes if holdings.planned and cpu else None))
     if holdings.device is not None and holdings.device.pinned:
         rows.append((PINNED, holdings.device.pinned, None))
     children = sum(holdings.processes.values()) - holdings.processes.get(os.getpid(), 0)

@@ -40,6 +40,7 @@ CHANGEABLE = (
     "reward.max_error_share",
     "algorithm.dynamic_max_rounds",
     "checkpoint.",
+    "memory.",
     "observe.",
     "cluster.max_restarts",
     "cluster.min_ranks",
@@ -153,11 +154,12 @@ def changed_keys(saved: Recipe, given: Recipe) -> list[str]:
     return [
         f"{key} was {json.dumps(old.get(key))} and is now {json.dumps(new.get(key))}"
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and not _may_change(key)
+        if old.get(key) != new.get(key) and not may_change(key)
     ]
 
 
-def _may_change(key: str) -> bool:
+def may_change(key: str) -> bool:
+    """Whether a resumed run may have another value of the key."""
     return any(key.startswith(entry) if entry.endswith(".") else key == entry for entry in CHANGEABLE)
 
 

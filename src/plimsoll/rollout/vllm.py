@@ -6,6 +6,7 @@ for requests that are taken back) has no promise beyond it.
 Never shut down: vLLM's shutdown destroys torch's process groups, the trainer's with them. It ends with the process.
 """
 
+import logging
 import random
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -153,6 +154,9 @@ def _reload_calls(model_config: Any) -> ReloadCalls:
     )
 
     reload, embedding = cast("Any", layerwise), cast("Any", VocabParallelEmbedding)
+    # At every sync it warns of layers without weights: tables of rotary embeddings, which no checkpoint has, and tied
+    # heads. Weights that are really missing end the run (`WeightReload.commit`).
+    logging.getLogger(reload.__name__).setLevel(logging.ERROR)
 
     def padding_rows(layer: nn.Module) -> int:
         if not isinstance(layer, embedding):

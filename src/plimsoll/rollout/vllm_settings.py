@@ -73,17 +73,22 @@ def engine_arguments(settings: VllmSettings, folder: Path) -> dict[str, Any]:
     }
 
 
+def check_temperature(temperature: float) -> None:
+    """RefusedError for one that vLLM would change in silence or not take."""
+    low, high = TEMPERATURES
+    if temperature != 0 and not low <= temperature <= high:
+        raise RefusedError(
+            f"temperature {temperature:g}: vLLM takes 0 (greedy) or {low:g} to {high:g}; set"
+            " rollout.temperature (or rollout.eval.temperature) to one of these, or rollout.engine=native"
+        )
+
+
 def sampling_arguments(params: SamplingParams, seed: int | None) -> dict[str, Any]:
     """Keyword arguments of vLLM's SamplingParams, complete: no default of vLLM decides anything.
 
     RefusedError for a temperature that vLLM would change in silence or not take.
     """
-    low, high = TEMPERATURES
-    if params.temperature != 0 and not low <= params.temperature <= high:
-        raise RefusedError(
-            f"temperature {params.temperature:g}: vLLM takes 0 (greedy) or {low:g} to {high:g}; set"
-            " rollout.temperature (or rollout.eval.temperature) to one of these, or rollout.engine=native"
-        )
+    check_temperature(params.temperature)
     return {
         "n": 1,
         "temperature": params.temperature,

@@ -14,10 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from plimsoll.parallel.tensors import full
+from plimsoll.weights.limits import SYNC_BUCKET_BYTES
 from plimsoll.weights.names import ExportTensor, export_tables, module_tensors
-
-BUCKET_BYTES = 256 * 1024**2
-"""Of one bucket, in the engine's dtype; one larger tensor goes alone."""
 
 
 class Bucket(NamedTuple):
@@ -36,7 +34,7 @@ class _Gathered(NamedTuple):
 class WeightBuckets:
     """One model's buckets, the same at every sync."""
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, bucket_bytes: int = SYNC_BUCKET_BYTES) -> None:
         """`dtype`: of floating-point tensors in the engine. RefusedError when the model cannot be taken apart."""
         self._model = model
         self._dtype = dtype

@@ -83,11 +83,15 @@ class DeviceAdamW:
             eps=settings.epsilon,
             fused=True,
         )
+        # Made now and not in the first step: what a run takes it takes from the start, or it ends there.
+        self._stepped: set[str] = set()
+        self._make()
 
     def step(self, learning_rate: float) -> None:
         """As of `AdamWPlace`."""
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
+        self._stepped |= {name for name, parameter in self._parameters.items() if parameter.grad is not None}
         self._adamw.step()
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
@@ -96,12 +100,12 @@ class DeviceAdamW:
         return {
             name: {moment: held[parameter][moment] for moment in MOMENTS}
             for name, parameter in self._parameters.items()
-            if parameter in held
+            if name in self._stepped
         }
 
     def steps_by_name(self) -> dict[str, float]:
         """As of `AdamWPlace`."""
-        held = {name: self._adamw.state[p]["step"] for name, p in self._parameters.items() if p in self._adamw.state}
+        held = {name: self._adamw.state[p]["step"] for name, p in self._parameters.items() if name in self._stepped}
         if not held:
             return {}
         # One copy for all: on a GPU the fused kernel keeps every count there.
@@ -110,25 +114,33 @@ class DeviceAdamW:
 
     def empty_moments(self) -> dict[str, dict[str, Tensor]]:
         """As of `AdamWPlace`."""
-        self._adamw.state.clear()
-        for parameter in self._parameters.values():
-            self._adamw.state[parameter] = {
-                moment: torch.zeros_like(parameter, memory_format=torch.preserve_format) for moment in MOMENTS
-            }
+        self._adamw.state.clear()  # before the new ones are made
+        self._make()
+        self._stepped = set(self._parameters)
         return self.moments()
 
     def finish_load(self, steps: Mapping[str, float]) -> None:
         """As of `AdamWPlace`."""
         for name, parameter in self._parameters.items():
-            if name in steps:
-                count = torch.tensor(steps[name], dtype=torch.float32, device=parameter.device)
-                self._adamw.state[parameter]["step"] = count
-            else:
-                del self._adamw.state[parameter]
+            held = self._adamw.state[parameter]
+            held["step"].fill_(steps.get(name, 0.0))
+            if name not in steps:
+                for moment in MOMENTS:
+                    held[moment].zero_()
+        self._stepped = self._parameters.keys() & steps.keys()
 
     def tensors(self) -> list[Tensor]:
         """As of `AdamWPlace`."""
-        return [tensor for moments in self.moments().values() for tensor in moments.values()]
+        return [held[moment] for held in self._adamw.state.values() for moment in MOMENTS]
+
+    def _make(self) -> None:
+        """Moments of zeros, of no step."""
+        for parameter in self._parameters.values():
+            held = {moment: torch.zeros_like(parameter, memory_format=torch.preserve_format) for moment in MOMENTS}
+            # The fused kernel takes its counts from where the parameters are.
+            self._adamw.state[parameter] = {**held, "step": torch.zeros((), device=parameter.device)}
 
     def close(self) -> None:
-        """As of `AdamWPlace`: nothing, the moments are tensors like others."""
+        """As of `AdamWPlace`."""
+        self._adamw.state.clear()
+        self._stepped.clear()

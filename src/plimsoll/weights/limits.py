@@ -21,3 +21,7 @@ STREAM_SLOTS = 3
 
 ARENA_ALIGNMENT = 64
 """Bytes; every storage of a host arena starts at a multiple of it."""
+
+SYNC_BUCKET_BYTES = 256 * 2**20
+"""Weights on their way to an engine that has its own copy: so much of them exists twice at one time, in the engine's
+dtype. One larger tensor goes alone."""

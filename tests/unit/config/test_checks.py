@@ -28,6 +28,12 @@ def test_the_minimal_recipe_passes_every_check(tmp_path: Path) -> None:
     assert check_eval(recipe) == ()
 
 
+def test_an_evaluation_says_that_it_takes_another_engine_than_the_run(tmp_path: Path) -> None:
+    (note,) = check_eval(load(tmp_path, MINIMAL, ["data.eval=task:add", "rollout.engine=vllm"]))
+    assert note.startswith("`rollout.engine=vllm`")
+    assert "native engine" in note
+
+
 @pytest.mark.parametrize("name", list(PRESETS))
 def test_a_group_of_one_is_refused_for_group_estimators(tmp_path: Path, name: str) -> None:
     overrides = ["rollout.samples_per_prompt=1", "data.prompts_per_step=1", f"algorithm.name={name}"]

@@ -29,11 +29,27 @@ def test_trainer_gets_expandable_segments_under_both_names() -> None:
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 def test_trainer_keeps_other_options_from_either_name(name: str) -> None:
-    found = environment("trainer", {name: "max_split_size_mb:128,expandable_segments:False"})
+    found = environment("trainer", {name: "max_split_size_mb:128"})
     assert found == {
         "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128,expandable_segments:True",
         "PYTORCH_ALLOC_CONF": "max_split_size_mb:128,expandable_segments:True",
     }
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_what_a_refusal_advises_is_followed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A platform may have no expandable segments: the error says with which variable to start instead."""
+    with pytest.raises(AllocatorError) as error:
+        policy(FakeAllocator(obeys=False))
+    advised = re.search(r"start with PYTORCH_ALLOC_CONF=(\S+)\.", str(error.value))
+    assert advised is not None
+    found = environment("trainer", {name: advised[1]})
+    assert found == dict.fromkeys(("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), "expandable_segments:False")
+    for key, value in found.items():
+        monkeypatch.setenv(key, value)
+    ours = AllocatorPolicy(FakeAllocator(obeys=False))
+    ours.start()
+    assert ours.mode() == "plain"
 
 
 def test_trainer_merges_two_names_and_the_current_one_wins() -> None:

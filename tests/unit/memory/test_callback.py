@@ -155,6 +155,20 @@ def test_a_run_that_fails_leaves_the_table_and_no_open_file(tmp_path: Path, capl
     assert "generate" not in vars(model)
 
 
+def test_a_generate_that_somebody_else_has_set_is_set_again(tmp_path: Path) -> None:
+    model, asked = tiny.qwen2(), list[int]()
+    own = model.generate
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        asked.append(1)
+        return own(*args, **kwargs)
+
+    model.generate = counted
+    trainer_of(tmp_path, MemoryCallback(tmp_path), model, Generating, max_steps=1).train()
+    assert asked == [1]
+    assert model.generate is counted
+
+
 def test_a_second_training_goes_on_in_the_same_files(tmp_path: Path) -> None:
     memory = MemoryCallback(tmp_path)
     trainer = trainer_of(tmp_path, memory, tiny.qwen2(), max_steps=1)

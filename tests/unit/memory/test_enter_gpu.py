@@ -34,7 +34,7 @@ pytestmark = [
 
 CUDA = torch.device("cuda")
 MIB = 1024**2
-SLACK = 64 * MIB
+SLACK = 128 * MIB
 """Segments of the allocator that something small still lies in."""
 
 TRAINER = frozenset({names.ACTOR_PARAMETERS, names.OPTIMIZER_STATE})

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -135,3 +136,38 @@ def test_describing_keeps_the_recipe_of_a_run(tmp_path: Path) -> None:
     with MemoryLedger(tmp_path, device="cpu") as ledger:
         ledger.describe("mine")
     assert json.loads((tmp_path / "recipe.json").read_text()) == {"name": "run"}
+
+
+def blocks_of_the_page() -> list[str]:
+    page = (Path(__file__).parents[3] / "docs" / "memory-library.md").read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+
+
+def test_the_loop_on_the_page_about_the_library_runs_as_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build() -> tuple[torch.nn.Linear, torch.optim.AdamW]:
+        net = torch.nn.Linear(64, 32, bias=False)
+        return net, torch.optim.AdamW(net.parameters())
+
+    def generate(net: torch.nn.Linear) -> torch.Tensor:
+        return torch.ones(4, net.in_features)
+
+    def update(net: torch.nn.Linear, optimizer: torch.optim.AdamW, batch: torch.Tensor) -> None:
+        net(batch).sum().backward()
+        optimizer.step()
+
+    monkeypatch.chdir(tmp_path)
+    mine: dict[str, Any] = {"build": build, "generate": generate, "train": update}
+    exec(compile(blocks_of_the_page()[0], "memory-library.md", "exec"), mine)
+    found = rows(tmp_path / "runs" / "mine" / "memory.jsonl")
+    assert [(row["step"], row["phase"]) for row in found[-2:]] == [(100, "generate"), (100, "update")]
+    size = 64 * 32 * 4
+    assert [row["residents"] for row in found[-2:]] == [{"parameters": size, "gradients": size}] * 2
+    assert read_run(tmp_path / "runs" / "mine").recipe["name"] == '"mine"'  # as JSON
+
+
+@pytest.mark.parametrize("block", blocks_of_the_page(), ids=lambda block: block.split("\n")[0])
+def test_what_the_page_about_the_library_imports_exists(block: str) -> None:
+    compile(block, "memory-library.md", "exec")
+    exec("\n".join(line for line in block.splitlines() if line.startswith(("from ", "import "))), {})

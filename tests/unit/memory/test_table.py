@@ -204,3 +204,21 @@ def test_the_processes_below_this_one_are_seen(cpu: Bench) -> None:
     assert sizes[os.getpid()] > 50 * MIB
     assert sizes[child.pid] > 0
     assert next(iter(sizes)) == os.getpid()
+
+
+def test_on_a_cpu_what_the_plan_has_for_activations_is_named_though_they_are_gone(
+    cpu: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    cpu.recorder.plan = plan("update", 4000 * GIB)
+    cpu.residents = [resident("actor_parameters", 4 * MIB)]
+    cpu.recorder.begin_step(1)
+
+    def work() -> None:
+        raise MemoryError("no more")
+
+    caplog.set_level(logging.ERROR, "plimsoll.memory")
+    with pytest.raises(MemoryError), cpu.recorder.phase(Phase.UPDATE):
+        work()
+    (text,) = caplog.messages
+    assert "The largest is host memory that nobody has named" in text
+    assert "GiB planned. What to change: lower train.token_budget" in text

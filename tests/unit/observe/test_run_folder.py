@@ -201,6 +201,12 @@ def test_every_changeable_key_exists(tmp_path: Path) -> None:
         assert isinstance(section, dict) == entry.endswith("."), entry
 
 
+def test_a_run_may_go_on_with_other_capacities(tmp_path: Path) -> None:
+    other = recipe(tmp_path, "memory.host_memory=64GiB", "memory.residual_tolerance=1GiB")
+    assert changed_keys(recipe(tmp_path), other) == []
+    assert changed_keys(recipe(tmp_path), recipe(tmp_path, "rollout.kv_memory=64GiB")) != []
+
+
 def test_equal_recipes_differ_in_nothing(tmp_path: Path) -> None:
     assert changed_keys(recipe(tmp_path), recipe(tmp_path, "run_root=elsewhere")) == []
 

@@ -1,5 +1,6 @@
 """vLLM itself in this process, over a tiny random model: needs a GPU and the extra."""
 
+import logging
 import os
 import random
 import threading
@@ -134,6 +135,13 @@ def check_greedy(rig: Rig, version: int) -> list[tuple[int, ...]]:
 
 def test_building_leaves_the_trainer_s_generators_precision_and_stream_alone(rig: Rig):
     assert rig.states == rig.before
+
+
+def test_a_sync_does_not_warn_of_tables_and_tied_heads(rig: Rig):
+    from vllm.model_executor.model_loader.reload import layerwise  # pyright: ignore[reportMissingImports]
+
+    assert not layerwise.logger.isEnabledFor(logging.WARNING)
+    assert layerwise.logger.isEnabledFor(logging.ERROR)
 
 
 def test_a_whole_life(rig: Rig):

@@ -7,10 +7,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from plimsoll.memory.plan.constants import SYNC_BUCKET
 from plimsoll.parallel.tensors import full
 from plimsoll.rollout.fake import FakeEngine
-from plimsoll.sync.buckets import BUCKET_BYTES, WeightBuckets
+from plimsoll.sync.buckets import WeightBuckets
 from plimsoll.sync.engine import send
 from tests import tiny
 
@@ -136,7 +135,3 @@ def test_a_model_under_activation_checkpointing_has_the_same_names():
     plain = WeightBuckets(model, torch.bfloat16).names
     model.model.layers = nn.ModuleList(checkpoint_wrapper(layer) for layer in model.model.layers)
     assert WeightBuckets(model, torch.bfloat16).names == plain
-
-
-def test_buckets_are_as_large_as_the_plan_counts_with():
-    assert BUCKET_BYTES == SYNC_BUCKET

@@ -320,7 +320,7 @@ def test_places_of_more_than_two_gib_are_counted_in_whole_numbers() -> None:
 def test_a_closed_optimizer_holds_nothing() -> None:
     parameters = make_parameters(torch.float32)
     num_bytes = 2 * sum(parameter.nbytes for parameter in parameters.values())
-    for location, before in (("device", 0), ("streamed", num_bytes)):
+    for location, before in (("device", num_bytes), ("streamed", num_bytes)):
         optimizer = Optimizer(parameters, TrainConfig(), total_steps=4, location=cast("Any", location))
         assert storage_bytes(optimizer.tensors()) >= before
         optimizer.close()

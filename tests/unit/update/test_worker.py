@@ -288,7 +288,7 @@ def test_residents_are_counted_in_bytes(folder: Path) -> None:
     assert measured() == {
         "actor_parameters": size,
         "actor_gradients": 0,
-        "optimizer_state": 0,
+        "optimizer_state": 2 * size,  # from the start
         "reference_parameters": size,
     }
     batch = make_batch(make_groups(plane))

@@ -17,6 +17,7 @@ from plimsoll.config.checks import check_plan
 from plimsoll.config.planned import Advice, Choices, MemoryPlan, Refusal
 from plimsoll.config.recipe import Recipe
 from plimsoll.errors import RefusedError
+from plimsoll.memory.phases import Phase
 from plimsoll.memory.plan.engine import sequence_bytes
 from plimsoll.memory.plan.host import HOST
 from plimsoll.memory.plan.job import MIB, Job, Machine
@@ -82,10 +83,12 @@ def advice_lines(plan: MemoryPlan) -> list[str]:
     if not plan.advice:
         known = [note for note in plan.notes if note.startswith(NOTHING_HELPS)]
         return known or [f"{NOTHING_HELPS}: no setting, and no combination of those that plimsoll tries, makes it fit"]
+    worst = _worst(plan)
+    where = "on the node" if worst.phase == HOST else f"in {worst.phase}"
     lines: list[str] = []
     for entry in plan.advice:
         alone = "alone makes" if len(entry.set) == 1 else "together make"
-        lines.append(f"{' '.join(entry.set)} {alone} it fit: {size(entry.frees_bytes)} less there")
+        lines.append(f"{' '.join(entry.set)} {alone} it fit: {size(entry.frees_bytes)} less {where}")
     return lines
 
 
@@ -137,7 +140,7 @@ class _Search:
         self.machine = machine
         self.refused = refused
         self.replan = replan
-        self.worst = max(refused.refusals, key=lambda refusal: refusal.need_bytes - refusal.have_bytes)
+        self.worst = _worst(refused)
         self.plans: dict[tuple[tuple[str, Value], ...], MemoryPlan | None] = {}
 
     @cached_property
@@ -191,19 +194,24 @@ class _Search:
         return plan is not None and plan.fits
 
     def pile(self) -> tuple[list[tuple[str, Value]], MemoryPlan]:
-        """Settings on top of one another, each of which takes something off what is missing, until the plan fits."""
+        """Settings on top of one another, each of which takes something off what is missing, until the plan fits.
+
+        What made it worse at first may help once another phase fits: all are asked again as long as any is added.
+        """
         settings: list[tuple[str, Value]] = []
         best = self.refused
-        for candidate in self.candidates:
-            if any(key == candidate.key for key, _ in settings):
-                continue
-            attempt = [*settings, (candidate.key, candidate.values[-1])]
-            plan = self.plan(attempt)
-            if plan is not None and _missing(plan) < _missing(best):
-                settings, best = attempt, plan
-            if best.fits:
-                break
-        return settings, best
+        grew = True
+        while grew and not best.fits:
+            grew = False
+            for candidate in self.candidates:
+                if best.fits or any(key == candidate.key for key, _ in settings):
+                    continue
+                attempt = [*settings, (candidate.key, candidate.values[-1])]
+                plan = self.plan(attempt)
+                if plan is not None and _missing(plan) < _missing(best):
+                    settings, best, grew = attempt, plan, True
+        by_cost = [candidate.key for candidate in self.candidates]
+        return sorted(settings, key=lambda setting: by_cost.index(setting[0])), best
 
     def trimmed(self, settings: list[tuple[str, Value]]) -> list[tuple[str, Value]]:
         """Without what is not needed, dearest first, and with the least change of what is."""
@@ -227,12 +235,16 @@ class _Search:
         return Advice(set=tuple(_written(setting) for setting in settings), frees_bytes=frees)
 
     def nothing_helps(self, settings: Sequence[tuple[str, Value]], plan: MemoryPlan) -> str:
-        left = max(plan.refusals, key=lambda refusal: refusal.need_bytes - refusal.have_bytes)
+        left = _worst(plan)
         tried = " ".join(_written(setting) for setting in settings)
         smallest = f"with {tried}" if tried else "whatever is set"
+        takes = "more ranks, larger devices, or a smaller model"
+        if left.phase == HOST or self.machine.device == "cpu":
+            takes = "more host memory, fewer ranks on a node, or a smaller model"
+        where = "the host of a node" if left.phase == HOST else left.phase
         return (
-            f"{NOTHING_HELPS}: {smallest}, {left.phase} still needs {size(left.need_bytes)} of "
-            f"{size(left.have_bytes)}. It takes more ranks, larger devices, or a smaller model"
+            f"{NOTHING_HELPS}: {smallest}, {where} still needs {size(left.need_bytes)} of "
+            f"{size(left.have_bytes)}. It takes {takes}"
         )
 
 
@@ -246,8 +258,17 @@ def _written(setting: tuple[str, Value]) -> str:
     return f"{key}={value}"
 
 
+def _short(refusal: Refusal) -> int:
+    return refusal.need_bytes - refusal.have_bytes
+
+
+def _worst(plan: MemoryPlan) -> Refusal:
+    """Most is missing there. A load that measures a micro-batch lacks what the update lacks: then it is the update."""
+    return max(plan.refusals, key=lambda refusal: (_short(refusal), refusal.phase != Phase.LOAD))
+
+
 def _missing(plan: MemoryPlan) -> int:
-    return sum(refusal.need_bytes - refusal.have_bytes for refusal in plan.refusals)
+    return sum(map(_short, plan.refusals))
 
 
 def _need(plan: MemoryPlan, refusal: Refusal) -> int:
@@ -261,7 +282,7 @@ def _need(plan: MemoryPlan, refusal: Refusal) -> int:
 def _candidates(job: Job, machine: Machine, choices: Choices) -> Iterator[Candidate]:
     """From what costs little to what costs much."""
     recipe = job.recipe
-    if choices.optimizer_state == "device":
+    if choices.optimizer_state == "device" and machine.device == "cuda":  # without a GPU the host is the device
         yield Candidate(key="train.optimizer_state", values=("streamed",))
     stronger = {"none": ("selective", "full"), "selective": ("full",), "full": ()}
     yield Candidate(key="train.activation_checkpointing", values=stronger[choices.activation_checkpointing])

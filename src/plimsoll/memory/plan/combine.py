@@ -76,16 +76,26 @@ class Tables:
         depends = {
             GRADIENTS: (choices.activation_checkpointing, choices.token_budget),
             STEP: (choices.optimizer_state,),
-            Phase.LOAD.value: (choices.reference_placement,),
+            Phase.LOAD.value: (
+                choices.reference_placement,
+                choices.optimizer_state,
+                choices.activation_checkpointing,
+                choices.token_budget,
+            ),
             Phase.LOGPROB.value: (choices.token_budget,),
             Phase.REFERENCE.value: (choices.token_budget,),
             Phase.ROLLOUT.value: (choices.kv_bytes,),
             Phase.EVAL.value: (choices.kv_bytes,),
         }
         key = (phase, *depends.get(phase, ()))
+        loads = phase == Phase.LOAD.value
         if key not in self._workspace:
-            self._workspace[key] = sum(workspace_of(self.job, choices, phase).values())
-        return self._workspace[key]
+            # A load takes long to compute, and caches are tried in many sizes.
+            of = choices.model_copy(update={"kv_bytes": 0}) if loads else choices
+            self._workspace[key] = sum(workspace_of(self.job, of, phase).values())
+        found = self._workspace[key]
+        # Our own engine comes last in a load: all else of it has had the room of the cache.
+        return max(found - choices.kv_bytes, 0) if loads and is_native(self.job) else found
 
 
 def combine(tables: Tables, choices: Choices, *, level: int, capacity: int) -> Combined:
@@ -181,7 +191,7 @@ class _Combination:
     def present(self, choices: Choices, phase: str) -> dict[str, int]:
         """Residents of the phase if nobody leaves."""
         residents = self.tables.residents(choices)
-        return {name: size for name, size in residents.items() if size and exists(name, phase, choices)}
+        return {name: size for name, size in residents.items() if size and exists(self.job, name, phase, choices)}
 
 
 def _level_of(name: str) -> int:

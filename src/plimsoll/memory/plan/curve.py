@@ -21,12 +21,14 @@ class CurvePoint:
 
 
 def kv_curve(job: Job, replan: Replan) -> tuple[CurvePoint, ...]:
-    """From room for one sequence to room for all that the work has in flight, each point the same factor larger."""
+    """From room for one sequence to room for all that the work has in flight, or all of the device, each point the same
+    factor larger."""
     if not job.generates:
         return ()
-    choices = replan(job).choices
-    least, most = sequence_bytes(job, choices), useful_kv(job, choices)
-    factor = most / least
+    found = replan(job)
+    least, most = sequence_bytes(job, found.choices), useful_kv(job, found.choices)
+    capacity = max(row.capacity_bytes for row in found.phases)
+    factor = max(min(most, capacity), least) / least
     sizes = sorted({round(least * factor ** (number / (POINTS - 1))) for number in range(POINTS)})
     return tuple(_point(job, replan, num_bytes) for num_bytes in sizes)
 

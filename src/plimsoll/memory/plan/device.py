@@ -13,7 +13,7 @@ from plimsoll.memory.plan.constants import (
     DEVICE_STAGING,
     FIRST_COMMUNICATOR,
     FURTHER_COMMUNICATOR,
-    SYNC_BUCKET,
+    LIBRARY_WORKSPACE,
 )
 from plimsoll.memory.plan.engine import (
     borrows_parameters,
@@ -29,6 +29,7 @@ from plimsoll.memory.plan.workspace import (
     sharding_of,
     step_workspace,
 )
+from plimsoll.weights.limits import SYNC_BUCKET_BYTES
 
 GRADIENTS = "update/gradients"
 STEP = "update/step"
@@ -41,7 +42,7 @@ def device_phases(job: Job, choices: Choices, machine: Machine) -> tuple[Planned
     rows: list[PlannedPhase] = []
     for phase in phases_of(job):
         away = choices.evicted.get(phase.partition("/")[0], ())
-        there = {name: size for name, size in residents.items() if size and exists(name, phase, choices)}
+        there = {name: size for name, size in residents.items() if size and exists(job, name, phase, choices)}
         held = {name: size for name, size in there.items() if name not in away}
         workspace = {name: size for name, size in workspace_of(job, choices, phase).items() if size}
         total = sum(held.values()) + sum(workspace.values())
@@ -94,8 +95,7 @@ def scores_old(job: Job) -> bool:
 def residents_of(job: Job, choices: Choices, machine: Machine) -> dict[str, int]:
     """Everything that is ever on the device for longer than a part of a phase, evicted at times or not.
 
-    The optimizer's moments count from the first step on, though they are made at its end; streamed, they are on the
-    host.
+    Streamed, the optimizer's moments are on the host.
     """
     sharding = sharding_of(job, choices)
     shard = job.sizes.parameter_bytes(sharding.master, sharding.shard) // sharding.tensor
@@ -111,10 +111,16 @@ def residents_of(job: Job, choices: Choices, machine: Machine) -> dict[str, int]
         names.KV_CACHE: choices.kv_bytes if job.generates else 0,
         names.ENGINE_BUFFERS: engine_buffers(job),
         names.CUDA_CONTEXT: CUDA_CONTEXT if machine.device == "cuda" else 0,
+        names.LIBRARY_WORKSPACES: library_workspaces(job) if machine.device == "cuda" else 0,
         **communicators(job, machine),
     }
     found |= {name: size for name, size in job.measured.items() if found.get(name)}
     return {name: size for name, size in found.items() if size}
+
+
+def library_workspaces(job: Job) -> int:
+    """Of the main thread and of the backward's, and of the thread that an engine of another library is called from."""
+    return (2 + int(job.generates and not is_native(job))) * LIBRARY_WORKSPACE
 
 
 def communicators(job: Job, machine: Machine) -> dict[str, int]:
@@ -136,12 +142,13 @@ def communicators(job: Job, machine: Machine) -> dict[str, int]:
     }
 
 
-def exists(name: str, phase: str, choices: Choices) -> bool:
+def exists(job: Job, name: str, phase: str, choices: Choices) -> bool:
     """Whether a resident that nobody evicts is on the device in the phase."""
+    if phase == Phase.LOAD.value and name in (names.ROLLOUT_PARAMETERS, names.KV_CACHE):
+        # vLLM comes first and sleeps while the trainer is built. Before that it takes no more than in a rollout.
+        return is_native(job)
     if name == names.ACTOR_GRADIENTS:
         return phase in (GRADIENTS, STEP)
-    if name == names.OPTIMIZER_STATE:
-        return phase != Phase.LOAD.value
     if name == names.REFERENCE_PARAMETERS:
         return choices.reference_placement == "device" or phase == Phase.REFERENCE.value
     return True
@@ -173,23 +180,29 @@ def workspace_of(job: Job, choices: Choices, phase: str) -> dict[str, int]:
 
 
 def _load_workspace(job: Job, choices: Choices) -> dict[str, int]:
-    """What is done one after the other: read, read the reference that does not stay, gather for the probe, profile."""
+    """What is done one after the other, each over the residents that are there by then: read, read the reference that
+    does not stay, gather for the probe, measure a micro-batch. Our own engine comes last."""
     sharding = sharding_of(job, choices)
     sizes = job.sizes
     on_gpu = choices.device == "cuda"
-    parts: list[dict[str, int]] = [{"staging": DEVICE_STAGING if on_gpu else 0}]
+    shard = sizes.parameter_bytes(sharding.master, sharding.shard) // sharding.tensor
+    engine = rollout_parameters(job, choices) + choices.kv_bytes if job.generates and is_native(job) else 0
+    later = engine + (2 * shard if choices.optimizer_state == "device" else 0)
+    staging = DEVICE_STAGING if on_gpu else 0
+    parts = {"staging": staging - later}
     if job.reference is not None and choices.reference_placement != "device":
         frozen = job.reference.parameter_bytes(sharding.compute, sharding.shard) // sharding.tensor
-        parts.append({"reference": frozen, **parts[0]})
+        parts["reference"] = frozen + staging - later
     if on_gpu and job.recipe.model.init == "random":
         # Whole on the device first, then cut. On a CPU that is the host's row.
         whole = sizes.parameter_bytes(sharding.master)
-        parts.append({"whole_model": whole - sizes.parameter_bytes(sharding.master, sharding.shard) + _largest(job)})
+        parts["whole_model"] = whole - shard + _largest(job) - later
     layer = max(sharding.elements(layer.parameters) for layer in sizes.layers)
-    parts.append({"probe": sharding.compute * (layer + sharding.elements(sizes.root))})
-    if job.generates and not is_native(job):
-        parts.append({f"engine_{name}": size for name, size in rollout_workspace(job, choices).items()})
-    return max(parts, key=lambda part: sum(part.values()))
+    parts["probe"] = sharding.compute * (layer + sharding.elements(sizes.root)) - engine
+    if job.calibrates and job.calibration_wanted(choices.device):
+        parts["calibration"] = shard + sum(workspace_of(job, choices, GRADIENTS).values()) - engine
+    widest = max(parts, key=lambda part: parts[part])
+    return {widest: max(parts[widest], 0)}
 
 
 def _sync_workspace(job: Job, choices: Choices) -> dict[str, int]:
@@ -199,7 +212,12 @@ def _sync_workspace(job: Job, choices: Choices) -> dict[str, int]:
     found: dict[str, int] = {}
     if not is_native(job):
         largest = _largest(job) // ITEMSIZE[job.recipe.model.dtype] * ITEMSIZE[choices.compute_dtype]
-        found["sync_bucket"] = max(SYNC_BUCKET, largest)
+        found["sync_bucket"] = max(SYNC_BUCKET_BYTES, largest)
+        # vLLM keeps the tensors of one of its layers until all are there, and then makes that layer once more.
+        dense = [layer for layer in job.sizes.layers if not layer.experts]
+        widest = max((layer.intermediate * job.sizes.hidden for layer in dense), default=0)
+        # Of two tensors that become one layer, the first may have come with the bucket before.
+        found["reloaded_layer"] = max(largest, 3 * widest * ITEMSIZE[choices.compute_dtype])
     if job.recipe.cluster.ranks > 1:
         found["gathered_tensor"] = _largest(job)
     return found

@@ -6,7 +6,14 @@ blocks, keep buffers of their own also while they sleep, and need room for their
 
 from plimsoll.config.planned import Choices
 from plimsoll.memory.plan.activations import Rows, layer_forward, rotary_bytes
-from plimsoll.memory.plan.constants import DECODED_ROWS, SAMPLING_CHUNK, VLLM_BUFFERS, VLLM_GRAPHS
+from plimsoll.memory.plan.constants import (
+    DECODED_ROWS,
+    LIBRARY_WORKSPACE,
+    SAMPLING_CHUNK,
+    VLLM_BUFFERS,
+    VLLM_GRAPHS,
+    VLLM_SEGMENTS,
+)
 from plimsoll.memory.plan.job import ITEMSIZE, Job
 from plimsoll.memory.plan.workspace import layer_shape
 from plimsoll.model.sizes import ModelSizes
@@ -27,18 +34,38 @@ def borrows_parameters(job: Job, choices: Choices) -> bool:
 
 
 def rollout_parameters(job: Job, choices: Choices) -> int:
-    """Weights of the engine's own in the compute dtype: its tensor-parallel part, or with the native engine all."""
+    """What weights of the engine's own take, in the compute dtype: all of them, or a tensor-parallel part.
+
+    vLLM makes a head before it ties it to the embedding, and its pool keeps the room.
+    """
     if not job.generates or borrows_parameters(job, choices):
         return 0
-    whole = job.sizes.parameter_bytes(ITEMSIZE[choices.compute_dtype])
-    return whole if is_native(job) else -(-whole // job.recipe.rollout.tensor_parallel)
+    itemsize, sizes = ITEMSIZE[choices.compute_dtype], job.sizes
+    whole = sizes.parameter_bytes(itemsize)
+    if is_native(job):
+        return whole
+    untied = sizes.vocab * sizes.hidden * itemsize if sizes.tied else 0
+    return -(-(whole + untied) // job.recipe.rollout.tensor_parallel) + VLLM_SEGMENTS
 
 
 def engine_buffers(job: Job) -> int:
     """What the engine keeps whether it sleeps or not."""
     if not job.generates or is_native(job):
         return 0
-    return VLLM_BUFFERS + (VLLM_GRAPHS if job.recipe.rollout.cuda_graphs else 0)
+    found = VLLM_BUFFERS + (VLLM_GRAPHS if job.recipe.rollout.cuda_graphs else 0) + LIBRARY_WORKSPACE
+    if not _has_older_runner(job.sizes):
+        found += _decoded_rows(job) * job.sizes.vocab * 33 // 8  # counts of tokens for penalties, int32, and a mask
+    return found
+
+
+def _decoded_rows(job: Job) -> int:
+    """Sequences of a decode step of vLLM."""
+    return min(DECODED_ROWS, job.num_sequences)
+
+
+def _has_older_runner(sizes: ModelSizes) -> bool:
+    """Whether vLLM runs the model with its older code: mixtures of experts, and layers of linear attention."""
+    return any(layer.experts or layer.attention == "linear" for layer in sizes.layers)
 
 
 def sequence_tokens(job: Job) -> int:
@@ -72,15 +99,18 @@ def rollout_workspace(job: Job, choices: Choices, *, evaluating: bool = False) -
     """Prefill or decode and sampling, whichever is more."""
     if is_native(job):
         return _native_workspace(job, choices, evaluating=evaluating)
-    itemsize, vocab = ITEMSIZE[choices.compute_dtype], job.sizes.vocab
-    sampled = min(DECODED_ROWS, job.num_sequences)
+    itemsize, sizes = ITEMSIZE[choices.compute_dtype], job.sizes
+    sampled = _decoded_rows(job)
     tokens, parts = max(job.recipe.rollout.prefill_tokens, sampled), job.recipe.rollout.tensor_parallel
-    rows = Rows(tokens=tokens, itemsize=itemsize, tensor=parts)
-    # Logits, the same in float32, their log-softmax and one more for drawing.
-    return {
-        "activations": _forward(job.sizes, rows),
-        "logits": sampled * vocab * (itemsize + 3 * 4),
+    # Logits exist for the rows alone that are sampled from, once the layers are done; and the same in float32. The
+    # older runner makes their softmax, their log-softmax and the noise too, where the newer one has a kernel.
+    wide = 4 if _has_older_runner(sizes) else 1
+    forward = {"activations": _forward(sizes, Rows(tokens=tokens, itemsize=itemsize, tensor=parts))}
+    sampling = {
+        "activations": tokens * sizes.hidden * itemsize,
+        "logits": sampled * sizes.vocab * (itemsize + wide * 4),
     }
+    return max((forward, sampling), key=lambda each: sum(each.values()))
 
 
 def _native_workspace(job: Job, choices: Choices, *, evaluating: bool) -> dict[str, int]:

@@ -53,12 +53,27 @@ class Job:
     """Sequences that one rank's engine could have in flight at once: a step's samples or an evaluation's."""
     measured: Mapping[str, int] = field(default_factory=dict[str, int])
     """Bytes that take the place of a formula: workspace by the name of its phase (`logprob`, `update/gradients`), fixed
-    residents by theirs (`cuda_context`, `engine_buffers`)."""
+    residents by theirs (`cuda_context`, `engine_buffers`, …)."""
+    calibrates: bool = True
+    """Where `memory.calibration` asks for it, a micro-batch is measured at the end of the load; False: what it would
+    find is remembered from another run, or the run does no load of its own."""
 
     @property
     def shard(self) -> int:
         """Ranks of a shard group."""
         return self.recipe.parallel.shard or self.recipe.cluster.ranks
+
+    @property
+    def trains_entropy(self) -> bool:
+        """Whether the loss has the entropy in it, whose gradient takes room of its own."""
+        return self.objective == "policy" and self.recipe.algorithm.entropy_coefficient != 0
+
+    def calibration_wanted(self, device: Literal["cpu", "cuda"]) -> bool:
+        """`memory.calibration`, and what its `auto` means."""
+        setting = self.recipe.memory.calibration
+        if setting != "auto":
+            return setting == "on"
+        return device == "cuda" or 4 * self.sizes.num_parameters * ITEMSIZE[self.recipe.model.dtype] >= GIB
 
     @property
     def replicas(self) -> int:

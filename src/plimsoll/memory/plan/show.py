@@ -1,5 +1,6 @@
 """A memory plan as text for a terminal of 120 columns: plain lines, no colours, no frames."""
 
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 
@@ -11,7 +12,7 @@ from plimsoll.memory.plan.job import GIB, MIB, Job, Machine
 
 WIDTH = 118
 CONTEXT = "context"
-"""Column of the CUDA context and all communicators."""
+"""Column of the CUDA context, what its libraries keep, and all communicators."""
 
 HEADINGS = {
     names.ACTOR_PARAMETERS: "actor",
@@ -106,10 +107,10 @@ def _device_table(plan: MemoryPlan) -> list[str]:
 
 
 def _grouped(residents: dict[str, int]) -> dict[str, int]:
-    """Context and communicators are one column."""
+    """Context, libraries and communicators are one column."""
     found: dict[str, int] = {}
     for name, num_bytes in residents.items():
-        together = name == names.CUDA_CONTEXT or name.startswith(f"{names.COMMUNICATOR}/")
+        together = name in (names.CUDA_CONTEXT, names.LIBRARY_WORKSPACES) or name.startswith(f"{names.COMMUNICATOR}/")
         key = CONTEXT if together else name
         found[key] = found.get(key, 0) + num_bytes
     return found
@@ -209,12 +210,17 @@ def _parts(parts: Sequence[tuple[str, int]]) -> str:
 
 
 def _wrapped(text: str, indent: str) -> list[str]:
-    """Lines of at most `WIDTH`; what goes on stands under the first word."""
-    return textwrap.wrap(
-        text,
+    """Lines of at most `WIDTH`; what goes on stands under the first word. A figure stays with its unit."""
+    lines = textwrap.wrap(
+        _FIGURE.sub(lambda found: found[0].replace(" ", _NO_BREAK), text),
         WIDTH,
         initial_indent=indent,
         subsequent_indent=" " * len(indent) + ("" if indent.strip() else "  "),
         break_long_words=False,
         break_on_hyphens=False,
     )
+    return [line.replace(_NO_BREAK, " ") for line in lines]
+
+
+_NO_BREAK = "\N{NO-BREAK SPACE}"
+_FIGURE = re.compile(r"\d x \d|\d (?:[KMGT]iB|B|[GT]B/s|tokens|% of|TFLOP/s)\b")

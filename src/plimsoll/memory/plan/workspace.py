@@ -70,12 +70,21 @@ def sharding_of(job: Job, choices: Choices) -> Sharding:
 
 def micro_batch_tokens(job: Job, choices: Choices) -> int:
     """Tokens of the largest micro-batch of one rank: the budget, or one longer sequence, or all that a step has."""
+    most = max(min(choices.token_budget, _mini_batch_tokens(job)), job.longest_sequence)
+    return -(-most // job.recipe.parallel.context)
+
+
+def micro_batches_add_up(job: Job, choices: Choices) -> bool:
+    """Whether a mini-batch has more than one micro-batch: all but the first then find gradients."""
+    return _mini_batch_tokens(job) > max(choices.token_budget, job.longest_sequence)
+
+
+def _mini_batch_tokens(job: Job) -> int:
+    """Of one rank, all sequences as long as they may be."""
     recipe = job.recipe
     rows = recipe.data.prompts_per_step * (recipe.rollout.samples_per_prompt if job.objective == "policy" else 1)
     data_ranks = max(recipe.cluster.ranks // (recipe.parallel.context * recipe.parallel.tensor), 1)
-    of_mini_batch = -(-rows // (data_ranks * recipe.train.mini_batches_per_step)) * job.longest_sequence
-    most = max(min(choices.token_budget, of_mini_batch), job.longest_sequence)
-    return -(-most // recipe.parallel.context)
+    return -(-rows // (data_ranks * recipe.train.mini_batches_per_step)) * job.longest_sequence
 
 
 def rows_of(job: Job, choices: Choices) -> Rows:
@@ -130,7 +139,7 @@ def chunk_bytes(sizes: ModelSizes, job: Job, choices: Choices, *, backward: bool
     wide = max(narrow, 4)
     capped = backward and sizes.family.startswith(_SOFT_CAPPED)
     second = wide
-    if backward and not (job.objective == "policy" and job.recipe.algorithm.entropy_coefficient):
+    if backward and not job.trains_entropy:
         second = narrow if narrow < wide else 0
     return logits_bytes(1, tokens, sizes.vocab, wide + second + (wide if capped else 0))
 
@@ -164,22 +173,53 @@ def _saved_by_head(sizes: ModelSizes, rows: Rows) -> int:
 
 
 def gradients_workspace(job: Job, choices: Choices) -> dict[str, int]:
-    """Forward and backward of the largest micro-batch, at the widest place of the three."""
+    """Forward and backward of the largest micro-batch, at the widest place of the three, over all gradients.
+
+    The only micro-batch of a mini-batch makes them on its way: what is not there yet at a place is taken off its
+    activations.
+    """
     sizes, rows = job.sizes, rows_of(job, choices)
     saved = saved_by_layer(sizes, rows, choices.activation_checkpointing)
     before = list(accumulate(saved, initial=0))
-    places = [_at_head(job, choices, rows, before[-1]), _at_root(job, choices, rows)]
-    places += [_at_layer(job, choices, rows, index, before[index]) for index in _wide_layers(sizes)]
-    return max(places, key=lambda parts: sum(parts.values()))
+    to_come = _gradients_to_come(job, choices)
+    places = [(_at_head(job, choices, rows, before[-1]), to_come[-1]), (_at_root(job, choices, rows), to_come[0])]
+    for index in _wide_layers(sizes):
+        places.append((_at_layer(job, choices, rows, index, before[index]), to_come[index + 1]))
+    found = [_less(parts, missing) for parts, missing in places]
+    return max(found, key=lambda parts: sum(parts.values()))
+
+
+def _gradients_to_come(job: Job, choices: Choices) -> list[int]:
+    """Bytes that are missing while the root's gradients are made, the first layer's, …, the last one's: theirs and all
+    that come after them."""
+    sizes, sharding = job.sizes, sharding_of(job, choices)
+    if micro_batches_add_up(job, choices):
+        return [0] * (len(sizes.layers) + 1)
+
+    def shard(tensors: Sequence[TensorSize]) -> int:
+        return sum(tensor.shard_numel(sharding.shard) for tensor in tensors) * sharding.master // sharding.tensor
+
+    return list(accumulate((shard(layer.parameters) for layer in sizes.layers), initial=shard(sizes.root)))
+
+
+def _less(parts: dict[str, int], missing: int) -> dict[str, int]:
+    """The parts, the first of them smaller, and if need be the others."""
+    left: dict[str, int] = {}
+    for name, size in parts.items():
+        taken = min(size, missing)
+        left[name] = size - taken
+        missing -= taken
+    return left
 
 
 def _wide_layers(sizes: ModelSizes) -> set[int]:
-    """The last layer of each kind: what the layers before it have saved only grows."""
+    """The last layer of each kind: what the layers before it have saved only grows. And the first one, which finds most
+    gradients: the two trade places from layer to layer."""
     last: dict[LayerShape, int] = {}
     for index, layer in enumerate(sizes.layers):
         last[layer_shape(layer)] = index
     # The last one of all is free of the reduction of a layer after it; the one before is not.
-    return {*last.values(), max(len(sizes.layers) - 2, 0)}
+    return {*last.values(), max(len(sizes.layers) - 2, 0), 0}
 
 
 def _at_head(job: Job, choices: Choices, rows: Rows, saved: int) -> dict[str, int]:

@@ -1,5 +1,7 @@
 """The formulas against what the layers of transformers hold."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -64,13 +66,20 @@ def test_peaks_of_forward_and_backward(name: str, checkpointing: str) -> None:
         train={"logprob_chunk": measured.CHUNK},
         model={"packing": "packed"},  # equal lengths: nothing is padded
         rollout={"max_response_tokens": TOKENS // 2, "samples_per_prompt": 2},
-        data={"train": "x", "prompts_per_step": 1, "max_prompt_tokens": 1},
+        data={"train": "x", "prompts_per_step": 4, "max_prompt_tokens": 1},  # four micro-batches
         algorithm={"entropy_coefficient": 1.0},
     )
     job = make_job(recipe, read_sizes(config.to_dict()), longest_sequence=TOKENS // 2)
     choices = make_choices(compute_dtype="bfloat16", activation_checkpointing=checkpointing, token_budget=TOKENS)
     assert rows_of(job, choices) == Rows(tokens=TOKENS, itemsize=2, longest=TOKENS // 2)
-    measured.step(policy, rows)  # gradients are residents: they are there from the second micro-batch on
+    alone = recipe.model_copy(update={"data": recipe.data.model_copy(update={"prompts_per_step": 1})})
+    measured.step(policy, rows)  # FSDP2 has something to set up
+    policy.zero_grad(set_to_none=True)
+    first = measured.peak_bytes(lambda: measured.step(policy, rows))
+    # Gradients are residents: they are there from the second micro-batch on, and made in the only one.
+    gradients = sum(parameter.nbytes for parameter in policy.parameters())
+    only = sum(gradients_workspace(replace(job, recipe=alone), choices).values())
+    assert only + gradients == pytest.approx(first, rel=0.1)
     assert sum(gradients_workspace(job, choices).values()) == pytest.approx(
         measured.peak_bytes(lambda: measured.step(policy, rows)), rel=0.1
     )

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from plimsoll.config.checkpoint import CheckpointConfig
-from plimsoll.config.planned import MemoryPlan, PlannedHost, PlannedPhase, Refusal
+from plimsoll.config.planned import Advice, MemoryPlan, PlannedHost, PlannedPhase, Refusal
 from plimsoll.memory.plan.advice import advise, find_advice, refusal_error, size, with_settings
-from plimsoll.memory.plan.job import MIB, Job
+from plimsoll.memory.plan.job import MIB, Job, Machine
 from tests.unit.memory.plan.support import TINY, gpu, make_choices, make_job, make_recipe
 
 MACHINE = gpu(1)
@@ -210,3 +210,39 @@ def test_settings_change_the_work_that_follows_from_them() -> None:
 )
 def test_sizes_have_three_digits(num_bytes: int, text: str) -> None:
     assert size(num_bytes) == text
+
+
+def test_a_node_that_nothing_helps_wants_more_host_memory_and_not_larger_devices() -> None:
+    plan = planner(lambda job: 100, host=lambda job: 5000)
+    found = find_advice(job_of(), MACHINE, plan(job_of()), plan)
+    assert "the host of a node still needs 4.88 KiB of 1000 B. It takes more host memory" in (found.nothing_helps or "")
+
+
+def test_moments_are_not_streamed_where_the_host_is_the_device() -> None:
+    plan = planner(lambda job: 1100 - 300 * streamed(job))
+    cpu = Machine(device="cpu", device_bytes=1000, host_bytes=1000, ranks=1, ranks_per_node=1)
+    assert advise(job_of(), MACHINE, plan(job_of()), plan)
+    assert advise(job_of(), cpu, plan(job_of()), plan) == ()
+
+
+def test_what_is_freed_is_said_of_the_update_where_a_load_that_measures_lacks_as_much() -> None:
+    plan = planner(lambda job: 1500)(job_of())
+    (same,) = plan.refusals
+    load = same.model_copy(update={"phase": "load"})
+    advised = plan.model_copy(update={"refusals": (load, same), "advice": (Advice(set=("a.b=1",), frees_bytes=600),)})
+    assert refusal_error(advised).causes[-1] == "a.b=1 alone makes it fit: 600 B less in update/step"
+
+
+def test_a_setting_that_helps_only_once_another_phase_fits_is_part_of_a_combination() -> None:
+    """Smaller chunks cost the update 100 here and give the node 50: alone that is worse."""
+
+    def chunked(job: Job) -> bool:
+        return job.recipe.train.logprob_chunk < 2048
+
+    def update(job: Job) -> int:
+        return 1600 - 700 * (job.longest_sequence < 1024) + 100 * chunked(job)
+
+    plan = planner(update, host=lambda job: 1040 - 50 * chunked(job))
+    (entry,) = advise(job_of(), MACHINE, plan(job_of()), plan)
+    assert entry.set == ("train.logprob_chunk=1024", "rollout.max_response_tokens=256")
+    assert entry.frees_bytes == 600

@@ -4,13 +4,20 @@ from typing import Any
 
 import pytest
 
-from plimsoll.memory.plan.constants import CUDA_CONTEXT, FIRST_COMMUNICATOR, FURTHER_COMMUNICATOR, SYNC_BUCKET
+from plimsoll.memory.plan.constants import (
+    CUDA_CONTEXT,
+    FIRST_COMMUNICATOR,
+    FURTHER_COMMUNICATOR,
+    LIBRARY_WORKSPACE,
+    VLLM_SEGMENTS,
+)
 from plimsoll.memory.plan.device import communicators, device_phases, residents_of
-from plimsoll.memory.plan.engine import sequence_bytes
+from plimsoll.memory.plan.engine import rollout_workspace, sequence_bytes
 from plimsoll.memory.plan.job import GIB, MIB, Job
 from plimsoll.memory.plan.workspace import chunk_bytes, logits_bytes, micro_batch_tokens
 from plimsoll.model.sizes import read_sizes
-from tests.unit.memory.plan.support import REPORT_B, TINY, cpu, gpu, make_choices, make_job, make_recipe
+from plimsoll.weights.limits import SYNC_BUCKET_BYTES
+from tests.unit.memory.plan.support import REPORT_A, REPORT_B, TINY, cpu, gpu, make_choices, make_job, make_recipe
 
 LAYER = 64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 64 * 128 + 2 * 64
 ROOT = 2 * 100 * 64 + 64
@@ -96,8 +103,7 @@ def test_what_exists_when() -> None:
     there = {row.phase: set(row.residents) for row in rows}
     assert {phase for phase, held in there.items() if "actor_gradients" in held} == {"update/gradients", "update/step"}
     assert {phase for phase, held in there.items() if "reference_parameters" in held} == {"reference"}
-    assert "optimizer_state" not in there["load"]
-    assert "optimizer_state" in there["rollout"]  # counted before the first step has made it
+    assert all("optimizer_state" in held for held in there.values())  # from the start, not from the first step on
     evicted = device_phases(make_job(recipe, TINY), make_choices(kv_bytes=5, evicted={"update": ("kv_cache",)}), cpu(1))
     assert [row.phase for row in evicted if "kv_cache" in row.evicted] == ["update/gradients", "update/step"]
     assert all(("kv_cache" in row.residents) != ("kv_cache" in row.evicted) for row in evicted)
@@ -143,11 +149,16 @@ def test_logits_dominate_where_nobody_cuts_them() -> None:
 def test_the_first_measured_table() -> None:
     """20.9 GiB at the peak of an update on one H200, without the context: float32 master weights, bfloat16 compute, all
     layers checkpointed, micro-batches of up to 12288 tokens of which 2048 have logits at a time."""
-    recipe = make_recipe(rollout={"max_response_tokens": 4096 - 512}, data={"train": "x", "prompts_per_step": 100})
+    recipe = make_recipe(
+        rollout={"max_response_tokens": 4096 - 512},
+        data={"train": "x", "prompts_per_step": 100},
+        memory={"calibration": "off"},
+    )
     job = make_job(recipe, REPORT_B, objective="supervised", generates=False)
     choices = make_choices(device="cuda", compute_dtype="bfloat16", activation_checkpointing="full", token_budget=12288)
     rows = {row.phase: row for row in device_phases(job, choices, gpu(139))}
     allocated = rows["update/gradients"].device_bytes - CUDA_CONTEXT
+    assert rows["load"].workspace.keys() == {"probe"}
     assert allocated == pytest.approx(20.9 * GIB, rel=0.15)
     assert max(rows.values(), key=lambda row: row.device_bytes).phase == "update/gradients"
 
@@ -168,12 +179,22 @@ def test_an_engine_of_its_own_has_weights_buffers_and_a_bucket() -> None:
     )
     choices = make_choices(device="cuda", compute_dtype="bfloat16", kv_bytes=GIB)
     found = residents_of(job, choices, gpu(139, ranks=4))
-    assert found["rollout_parameters"] == job.sizes.parameter_bytes(2) // 2
-    assert found["engine_buffers"] < 0.3 * GIB
-    rows = {row.phase: row for row in device_phases(job, choices, gpu(139, ranks=4))}
     embedding = 151936 * 1536
-    assert rows["sync"].workspace == {"sync_bucket": max(SYNC_BUCKET, embedding * 2), "gathered_tensor": embedding * 4}
-    assert rows["load"].workspace.keys() == {"engine_activations", "engine_logits"}
+    # A head is made before it is tied, and stays in the pool.
+    assert found["rollout_parameters"] == (job.sizes.parameter_bytes(2) + 2 * embedding) // 2 + VLLM_SEGMENTS
+    assert 128 * 151936 * 4 < found["engine_buffers"] < 0.5 * GIB
+    assert found["library_workspaces"] == 3 * LIBRARY_WORKSPACE
+    rows = {row.phase: row for row in device_phases(job, choices, gpu(139, ranks=4))}
+    assert not rows["load"].residents.keys() & {"rollout_parameters", "kv_cache"}  # asleep while the trainer is built
+    assert rows["sync"].workspace == {
+        "sync_bucket": max(SYNC_BUCKET_BYTES, embedding * 2),
+        "reloaded_layer": embedding * 2,
+        "gathered_tensor": embedding * 4,
+    }
+    newer = make_job(job.recipe, REPORT_B, num_sequences=2000)
+    assert rollout_workspace(newer, choices)["logits"] == 1024 * 151936 * (2 + 4)
+    older = make_job(job.recipe, REPORT_A, num_sequences=2000)
+    assert rollout_workspace(older, choices)["logits"] == 1024 * 151936 * (2 + 4 * 4)
 
 
 def test_what_was_measured_takes_the_place_of_a_formula() -> None:

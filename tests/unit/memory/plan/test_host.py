@@ -78,7 +78,7 @@ def test_arenas_count_in_every_phase_and_staging_where_it_is_used() -> None:
         evicted={"rollout": ("actor_parameters", "optimizer_state", "kv_cache")},
     )
     shard = arena_bytes(job.sizes, 4, 1)
-    stays = {PROCESS: GIB, "reference_arena": arena_bytes(job.sizes, 2, 1), "host_arena": 3 * shard}
+    stays = {PROCESS: PROCESS_BYTES["cuda"], "reference_arena": arena_bytes(job.sizes, 2, 1), "host_arena": 3 * shard}
     machine = gpu(80)
     assert host_consumers(job, choices, machine, row("update/step")) == stays
     assert host_consumers(job, choices, machine, row("load")) == stays | {"staging_ring": 192 * MIB}
@@ -90,8 +90,11 @@ def test_a_save_in_the_background_stages_in_every_phase_after_the_load() -> None
     job = tiny()
     recipe = job.recipe.model_copy(update={"checkpoint": CheckpointConfig(background=True)})
     job = make_job(recipe, TINY, longest_sequence=0)
-    found = [host_consumers(job, make_choices(), cpu(1), row(phase)) for phase in ("load", "rollout", "update/step")]
+    phases, choices = ("load", "rollout", "update/step"), make_choices(device="cuda")
+    found = [host_consumers(job, choices, gpu(80), row(phase)) for phase in phases]
     assert ["checkpoint_staging" in each for each in found] == [False, True, True]
+    # On a CPU tensors are written from where they are.
+    assert "checkpoint_staging" not in host_consumers(job, make_choices(), cpu(1), row("save"))
 
 
 @pytest.mark.parametrize(("placement", "expected"), [("ring", 192 * MIB), ("page_cache", 0), ("device", 0)])
@@ -118,22 +121,22 @@ def test_random_weights_are_whole_on_the_host_of_every_rank() -> None:
     largest = max(tensor.shard_numel(4) for tensor in all_tensors(job.sizes)) * 4
     assert on_cpu == whole - job.sizes.parameter_bytes(4, 4) + largest
     # What the load does on the device afterwards takes the same memory again.
-    working = row("load", 10 * MIB).model_copy(update={"workspace_bytes": 1000})
+    working = row("load", 10 * MIB).model_copy(update={"residents": {"actor_parameters": 10 * MIB - 1000}})
     assert host_consumers(job, make_choices(), cpu(1), working)["whole_model"] == on_cpu - 1000
 
 
 def test_every_node_is_planned_alike_and_the_last_may_hold_fewer_ranks() -> None:
     job = tiny(cluster={"ranks": 20})
-    machine = gpu(80, ranks=20, ranks_per_node=8, host_gib=9)
+    machine = gpu(80, ranks=20, ranks_per_node=8, host_gib=5)
     found = host_plan(job, make_choices(device="cuda"), machine, [row("rollout"), row("save"), row("load")])
     rank = PROCESS_BYTES["cuda"] + 192 * MIB
     assert found.rank_peak_bytes == (rank,) * 20
     assert found.node_peak_bytes == (8 * rank, 8 * rank, 4 * rank)
     assert list(found.consumers) == [PROCESS, "staging_ring"]
     (refusal,) = host_refusals(found, machine)
-    assert (refusal.phase, refusal.rank, refusal.need_bytes, refusal.have_bytes) == (HOST, 0, 8 * rank, 9 * GIB)
+    assert (refusal.phase, refusal.rank, refusal.need_bytes, refusal.have_bytes) == (HOST, 0, 8 * rank, 5 * GIB)
     assert refusal.largest == PROCESS
-    assert host_refusals(found, gpu(80, ranks=20, ranks_per_node=8, host_gib=10)) == ()
+    assert host_refusals(found, gpu(80, ranks=20, ranks_per_node=8, host_gib=6)) == ()
 
 
 def test_the_page_cache_holds_the_files_that_the_ranks_of_a_node_read() -> None:

@@ -1,5 +1,7 @@
 """The plan as text: every number once, aligned, within the width of a terminal."""
 
+import pytest
+
 from plimsoll.config.planned import Advice, MemoryPlan, PlannedHost, PlannedPhase, Refusal
 from plimsoll.memory.plan.curve import CurvePoint, kv_curve
 from plimsoll.memory.plan.job import GIB, MIB, Job
@@ -105,7 +107,7 @@ def test_a_plan_that_fits_says_how_much_is_left_and_one_that_does_not_why() -> N
     assert "It does not fit." in refused
     assert "save on rank 0 needs 92.0 GiB and has 80.0 GiB, 12.0 GiB short; the largest part is moments" in refused
     assert "the node of rank 8 needs 9.00 GiB" in refused
-    assert "a.b=1 c.d=2 together make it fit: 20.0 GiB less there" in refused
+    assert "a.b=1 c.d=2 together make it fit: 20.0 GiB less in save" in refused
     assert "e.f=3 alone makes it fit" in refused
     assert next(line for line in refused.splitlines() if line.lstrip().startswith("save")).endswith("-12.0 <")
 
@@ -143,3 +145,25 @@ def test_the_curve_goes_from_one_sequence_to_all_of_them() -> None:
     assert shown.count("does not fit") == sum(not point.fits for point in points)
     assert kv_curve(make_job(job.recipe, TINY, generates=False), replan) == ()
     assert CurvePoint(kv_bytes=1, moved_bytes_per_step=2, fits=True) not in points
+
+
+def test_the_curve_ends_at_the_device_where_the_work_could_use_more() -> None:
+    job = make_job(make_recipe(rollout={"samples_per_prompt": 4}), TINY)
+    one = job.sizes.kv_bytes_per_token(4) * (512 + 256)
+    small = row("rollout", {}, {}).model_copy(update={"capacity_bytes": 9 * one})
+    points = kv_curve(job, lambda changed: plan_of().model_copy(update={"phases": (small,)}))
+    assert [points[0].kv_bytes, points[-1].kv_bytes] == [one, 9 * one]
+
+
+@pytest.mark.parametrize("words", range(14, 24))
+def test_a_figure_and_its_unit_stand_on_one_line(words: int) -> None:
+    text = "word " * words + "26.2 GiB of 40 % of 989 TFLOP/s"
+    lines = text_of(plan_of().model_copy(update={"notes": (text,)}))
+    assert any("26.2 GiB" in line for line in lines)
+    assert any("40 % of" in line for line in lines)
+    assert any("989 TFLOP/s" in line for line in lines)
+
+
+def test_libraries_are_part_of_the_contexts_column() -> None:
+    lines = text_of(plan_of().model_copy(update={"phases": (row("save", {**CONTEXT, "library_workspaces": GIB}, {}),)}))
+    assert lines[lines.index(next(line for line in lines if line.startswith("Device"))) + 2].split()[1] == "3.0"
