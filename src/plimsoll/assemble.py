@@ -69,6 +69,20 @@ class Owner(Protocol):
         ...
 
 
+@dataclass(slots=True, kw_only=True, frozen=True)
+class _Built:
+    """What came into being in the load."""
+
+    plan: RunPlan
+    worker: PolicyWorker
+    generation: Generation | None
+    vllm: VllmSide | None
+
+    def owners(self) -> list[Owner]:
+        """Of residents."""
+        return [self.worker, *([self.generation] if self.generation else [])]
+
+
 @contextmanager
 def open_session(recipe: Recipe, *, objective: Objective, resume: bool, overwrite: bool) -> Generator[Session]:
     """A session ready for its first step, or for the step after the newest complete checkpoint."""
@@ -147,18 +161,11 @@ class _Opening:
                 history.truncate(start_step or -1)
         memory.begin_step(start_step)
         plane = LocalPlane()
-        stack.callback(close_process_group)
         saver = TrainingSaver(store)
         with memory.enter(Phase.LOAD):
-            vllm = self._vllm(stack, self.plan)
-            memory.recorder.engine = vllm.memory if vllm is not None else None
-            worker = self._worker(stack, self.plan, plane)
-            plan, job = self._calibrated(self.plan, worker)
-            generation = self._generation(stack, plan, plane, self._side(plan, worker, vllm))
-            owners.append(worker)
-            owners.extend([generation] if generation else ())
-            plan = self._as_built(plan, job, memory, vllm)
-            memory.recorder.plan = plan.memory  # the load's own row is held against it too
+            built = self._load(stack, memory, plane)
+            owners.extend(built.owners())
+        plan, worker, generation = built.plan, built.worker, built.generation
         _settle(memory, plan, worker, generation, saver)
         write_json(folder.plan, plan.model_dump(mode="json"))
         if state:
@@ -183,7 +190,7 @@ class _Opening:
             policy=InlineGroup(worker),
             generation=generation,
             intervals=intervals,
-            residual=self._residual(memory, vllm),
+            residual=self._residual(memory, built.vllm),
             responses=self.rows.responses,
             start_step=start_step,
         )
@@ -191,6 +198,19 @@ class _Opening:
         store.check_space(session.checkpoint_bytes())
         self.console.start(plan.steps, recipe.name, first_step=start_step)
         return session
+
+    def _load(self, stack: ExitStack, memory: Memory, plane: LocalPlane) -> _Built:
+        """Everything heavy, and the plan with what was measured of it."""
+        stack.callback(close_process_group)
+        vllm = self._vllm(stack, self.plan)
+        memory.recorder.engine = vllm.memory if vllm is not None else None
+        worker = self._worker(stack, self.plan, plane)
+        plan, job = self._calibrated(self.plan, worker)
+        generation = self._generation(stack, plan, plane, self._side(plan, worker, vllm))
+        built = _Built(plan=plan, worker=worker, generation=generation, vllm=vllm)
+        built = replace(built, plan=self._as_built(built, job, memory))
+        memory.recorder.plan = built.plan.memory  # the load's own row is held against it too
+        return built
 
     def _memory(self, stack: ExitStack, owners: list[Owner]) -> Memory:
         """`owners` is filled once they are built."""
@@ -277,12 +297,14 @@ class _Opening:
         job = replace(self.job, measured=measured, calibrates=not known)
         return replan(plan, job, built=True), job
 
-    def _as_built(self, plan: RunPlan, job: Job, memory: Memory, vllm: VllmSide | None) -> RunPlan:
+    def _as_built(self, built: _Built, job: Job, memory: Memory) -> RunPlan:
         """The plan with the fixed parts as the device shows them. RefusedError: with those it does not fit."""
+        plan = built.plan
         load = plan.memory.phase(Phase.LOAD) if plan.memory is not None else None
         assert load is not None
-        takes = vllm.takes if vllm is not None else {}
-        parts = calibrate.fixed_parts(memory.recorder.holdings(), takes, load.residents)
+        residents = [resident for owner in built.owners() for resident in owner.residents()]
+        takes = built.vllm.takes if built.vllm is not None else {}
+        parts = calibrate.fixed_parts(memory.recorder.holdings(), residents, takes, load.residents)
         return replan(plan, replace(job, measured={**job.measured, **parts}), built=True) if parts else plan
 
     def _vllm(self, stack: ExitStack, plan: RunPlan) -> VllmSide | None:
@@ -358,4 +380,6 @@ def _settle(
         policy_version=lambda: worker.version,
         quiesce=quiesce,
     )
+    if generation is not None:
+        memory.admit_staying(Phase.SYNC)  # the phase that comes first
     memory.recorder.take_baseline()

@@ -8,7 +8,7 @@ import gc
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,7 +24,7 @@ from plimsoll.memory.malloc import trim_heap
 from plimsoll.memory.plan.job import Job
 from plimsoll.memory.plan.workspace import micro_batch_tokens, micro_batches_add_up
 from plimsoll.memory.release import release_device_cache
-from plimsoll.memory.resident import Place, storage_bytes
+from plimsoll.memory.resident import Place, Resident, storage_bytes
 from plimsoll.memory.table import Holdings
 from plimsoll.model.rows import PackedRows, pack_rows
 from plimsoll.update.worker import PolicyWorker
@@ -130,16 +130,18 @@ def measure(worker: PolicyWorker, job: Job, plan: RunPlan, device: DeviceReader 
     return found
 
 
-def fixed_parts(held: Holdings, engine: Mapping[str, int], planned: Mapping[str, int]) -> dict[str, int]:
+def fixed_parts(
+    held: Holdings, residents: Iterable[Resident], engine: Mapping[str, int], planned: Mapping[str, int]
+) -> dict[str, int]:
     """What the plan took from a table and a device shows once everything is built: bytes by resident.
 
-    `engine`: what its parts really take while they are awake; they sleep now. `planned`: residents of the load so far.
-    Empty on a CPU.
+    `residents`: all there are. `engine`: what its parts really take while they are awake; they sleep now. `planned`:
+    residents of the load so far. Empty on a CPU.
     """
     device = held.device
     if device is None:
         return {}
-    owned = sum(size for _, size, place in held.residents if place is Place.DEVICE)
+    owned = sum(resident.measured() for resident in residents if resident.place is Place.DEVICE)
     groups = sum(size for name, size in planned.items() if name.startswith(names.COMMUNICATOR))
     outside = device.used - (device.reserved - held.engine.counted) - held.engine.mapped
     return {

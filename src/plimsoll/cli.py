@@ -280,6 +280,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except PlimsollError as error:
         _say(str(error))
+        for note in vars(error).get("__notes__", ()):  # the table of who holds what, where memory was the cause
+            _say(note)
         return error.exit_code
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):

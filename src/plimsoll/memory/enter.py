@@ -82,6 +82,17 @@ class Memory:
         assert self._inside is None, "a phase goes on"
         self._schedule, self._policy_version, self._quiesce = schedule, policy_version, quiesce
 
+    def admit_staying(self, phase: Phase) -> None:
+        """Bring in what is away and would stay in `phase`: after the load, the parts of an engine that slept through it.
+
+        The plan counts with them from the first phase on; brought in one by one as they are needed they would make the
+        first step unlike the others.
+        """
+        away = self._schedule.away(phase)
+        for resident in self._residents():
+            if resident.mover is not None and resident.name not in away and not resident.mover.present:
+                resident.mover.admit()
+
     @contextmanager
     def enter(self, phase: Phase) -> Generator[None]:
         """Everything that the phase needs is on the device inside, and nothing that the plan has moved away.

@@ -140,8 +140,8 @@ class Recorder:
     def phase(self, phase: str) -> Generator[None]:
         """Measure what happens inside. `phase` is a `Phase`, or any name.
 
-        An exception is recorded (`failed`) and goes on its way; the first one that is about memory leaves the table of
-        who holds what in the log.
+        An exception is recorded (`failed`) and goes on its way; the first one that is about memory gets the table of
+        who holds what as a note, which Python prints after the traceback.
         """
         assert self._phase is None, f"{phase} entered inside {self._phase}: phases do not nest"
         before = None
@@ -208,7 +208,7 @@ class Recorder:
         text = explain_out_of_memory(error, self)
         if text is not None:
             self._explained = True
-            logger.error(text)
+            error.add_note(text)  # not a line of the log: a note comes after the traceback, so that it is seen
 
     def _engine_memory(self) -> EngineMemory:
         return _NO_ENGINE if self.engine is None else self.engine()

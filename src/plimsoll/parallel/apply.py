@@ -68,7 +68,7 @@ def gather_in_default_stream(policy: PackedPolicy) -> None:
         )
     assert isinstance(policy, FSDPModule)
     policy._set_unshard_async_op(True)  # pyright: ignore[reportPrivateUsage]  # torch has no public name for it
-    layers = [layer for layer in decoder_layers(policy.lm) if isinstance(layer, FSDPModule)]
+    layers: list[FSDPModule] = [layer for layer in decoder_layers(policy.lm) if isinstance(layer, FSDPModule)]
     policy.set_modules_to_forward_prefetch(layers[:1])
     for earlier, later in pairwise(layers):
         earlier.set_modules_to_forward_prefetch([later])

@@ -21,8 +21,8 @@ def _ready() -> None:
 class HostMover:
     """A `Mover` of tensors that must survive: to an arena of exactly their storages, and back.
 
-    The arena is made at the first eviction that has something to move, not before: moments come into being in the first
-    step of the optimizer. It stays until `close`, or until the tensors are others.
+    The arena is made at the first eviction that has something to move, not before. It stays until `close`, or until the
+    tensors are others.
     """
 
     def __init__(

@@ -1,6 +1,5 @@
 """The border between phases: its order, what it refuses, and the hand-over from training to sampling on one device."""
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -215,20 +214,14 @@ def test_after_an_exception_inside_the_residents_stay_where_they_are(both: Coloc
         assert both.actor.present
 
 
-def test_a_border_without_room_leaves_a_failed_row_and_the_table_of_who_holds_what(
-    both: Colocated, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_border_without_room_leaves_a_failed_row_and_the_table_of_who_holds_what(both: Colocated) -> None:
     both.sync()
     both.moments.fails = torch.OutOfMemoryError("the fake device is full")
-    with (
-        caplog.at_level(logging.ERROR, "plimsoll.memory"),
-        pytest.raises(torch.OutOfMemoryError),
-        both.memory.enter(Phase.UPDATE),
-    ):
+    with pytest.raises(torch.OutOfMemoryError) as caught, both.memory.enter(Phase.UPDATE):
         pytest.fail("it was entered")
     row = both.rows()[-1]
     assert (row["phase"], row["failed"]) == ("update", True)
-    assert "actor_parameters" in caplog.text
+    assert "actor_parameters" in caught.value.__notes__[0]
     both.moments.fails = None
     with both.memory.enter(Phase.UPDATE):  # nothing was lost
         assert both.moments.present
@@ -246,3 +239,15 @@ def test_a_resident_that_cannot_move_stays_whatever_the_plan_says(both: Colocate
     both.residents[1] = Resident(name=names.OPTIMIZER_STATE, survival=Survival.KEEP, measured=lambda: MOMENTS)
     with both.memory.enter(Phase.SYNC):
         assert both.moments.present
+
+
+def test_what_slept_through_the_load_is_there_from_the_first_phase_on_unless_it_is_away_then(both: Colocated) -> None:
+    both.events.clear()
+    assert not both.engine.awake("kv_cache")
+    schedule = Schedule(evicted={Phase.SYNC: frozenset({names.KV_CACHE})})
+    memory = Memory(both.recorder, residents=lambda: both.residents, schedule=schedule)
+    memory.admit_staying(Phase.SYNC)
+    assert both.engine.awake("weights")
+    assert not both.engine.awake("kv_cache")
+    Memory(both.recorder, residents=lambda: both.residents, schedule=Schedule()).admit_staying(Phase.SYNC)
+    assert both.engine.awake("kv_cache")

@@ -1,6 +1,5 @@
 """An out-of-memory, on the device or on the host, ends with a table of who holds what."""
 
-import logging
 import os
 import subprocess
 import sys
@@ -38,7 +37,12 @@ def line_with(text: str, word: str) -> str:
     return found
 
 
-def test_a_full_device_ends_with_the_table_and_the_plans_row(gpu: Bench, caplog: pytest.LogCaptureFixture) -> None:
+def notes(error: BaseException) -> list[str]:
+    """What Python prints after the traceback."""
+    return list(vars(error).get("__notes__", ()))
+
+
+def test_a_full_device_ends_with_the_table_and_the_plans_row(gpu: Bench) -> None:
     assert gpu.device is not None
     gpu.recorder.plan = plan("update", 20 * GIB)
     gpu.recorder.engine = gpu.device.engine
@@ -53,10 +57,9 @@ def test_a_full_device_ends_with_the_table_and_the_plans_row(gpu: Bench, caplog:
         device.free(3 * GIB)
         device.allocate(30 * GIB)
 
-    caplog.set_level(logging.ERROR, "plimsoll.memory")
-    with pytest.raises(torch.OutOfMemoryError), gpu.recorder.phase(Phase.UPDATE):
+    with pytest.raises(torch.OutOfMemoryError) as caught, gpu.recorder.phase(Phase.UPDATE):
         work(gpu.device)
-    (text,) = caplog.messages
+    (text,) = caught.value.__notes__
     assert text.startswith("Out of device memory in the update phase of step 3 on rank 0 (trainer). OutOfMemoryError:")
     assert "fake:0: 40.0 GiB, 5.0 GiB of them free" in text
     assert line_with(text, "actor_parameters").split()[1:] == ["4.0", "GiB", "4.0", "GiB"]
@@ -71,12 +74,14 @@ def test_a_full_device_ends_with_the_table_and_the_plans_row(gpu: Bench, caplog:
     assert gpu.rows()[-1]["failed"] is True
 
 
-def test_the_table_comes_once(gpu: Bench, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_table_comes_once(gpu: Bench) -> None:
     assert gpu.device is not None
+    found: list[str] = []
     for _ in range(2):
-        with pytest.raises(torch.OutOfMemoryError), gpu.recorder.phase(Phase.UPDATE):
+        with pytest.raises(torch.OutOfMemoryError) as caught, gpu.recorder.phase(Phase.UPDATE):
             gpu.device.allocate(90 * GIB)
-    assert len([text for text in caplog.messages if text.startswith("Out of")]) == 1
+        found += notes(caught.value)
+    assert len([text for text in found if text.startswith("Out of")]) == 1
 
 
 def test_the_largest_consumer_decides_what_to_change(gpu: Bench) -> None:
@@ -89,10 +94,10 @@ def test_the_largest_consumer_decides_what_to_change(gpu: Bench) -> None:
     assert "The largest is optimizer_state, 30.0 GiB. What to change: set train.optimizer_state=streamed" in text
 
 
-def test_another_error_has_no_table(gpu: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ValueError, match="no"), gpu.recorder.phase(Phase.UPDATE):
+def test_another_error_has_no_table(gpu: Bench) -> None:
+    with pytest.raises(ValueError, match="no") as caught, gpu.recorder.phase(Phase.UPDATE):
         raise ValueError("no")
-    assert [text for text in caplog.messages if text.startswith("Out of")] == []
+    assert notes(caught.value) == []
     assert explain_out_of_memory(ValueError("no"), gpu.recorder) is None
 
 
@@ -138,13 +143,14 @@ def test_a_host_without_memory_ends_with_the_table(tmp_path: Path) -> None:
         [sys.executable, "-c", STARVED, str(tmp_path / "memory.jsonl")], capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
-    assert "Error" in done.stderr.splitlines()[-1]  # the exception went on its way
-    assert done.stdout.startswith("Out of host memory in the update phase of step 0")
-    assert line_with(done.stdout, "actor_parameters").split()[1:3] == ["40.0", "MiB"]
-    grown = line_with(done.stdout, "host memory that nobody has named").split()[-3:-1]
+    trace, found, rest = done.stderr.partition("Out of host memory in the update phase of step 0")
+    assert found, done.stderr
+    assert "Error" in trace.splitlines()[-1]  # the exception went on its way, and the table comes after it
+    assert line_with(rest, "actor_parameters").split()[1:3] == ["40.0", "MiB"]
+    grown = line_with(rest, "host memory that nobody has named").split()[-3:-1]
     assert float(grown[0]) * (1024 if grown[1] == "GiB" else 1) > 60
-    assert "last RSS by process id: " in done.stdout
-    assert "What to change: " in done.stdout
+    assert "last RSS by process id: " in rest
+    assert "What to change: " in rest.splitlines()[-1]
 
 
 def fake_cgroup(folder: Path, kills: int) -> HostReader:
@@ -167,9 +173,7 @@ def set_kills(folder: Path, kills: int) -> None:
     (folder / "cgroup" / "job" / "memory.events").write_text(f"low 0\nmax 3\noom 1\noom_kill {kills}\n")
 
 
-def test_a_worker_that_the_kernel_killed_is_named_with_limit_and_count(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_worker_that_the_kernel_killed_is_named_with_limit_and_count(tmp_path: Path) -> None:
     bench = Bench(tmp_path, host=fake_cgroup(tmp_path, 2))
     with bench.recorder.phase(Phase.UPDATE):
         pass
@@ -179,10 +183,10 @@ def test_a_worker_that_the_kernel_killed_is_named_with_limit_and_count(
         (tmp_path / "proc" / "77" / "status").unlink()
         raise RuntimeError("a worker died unexpectedly")
 
-    with pytest.raises(RuntimeError, match="died unexpectedly"), bench.recorder.phase(Phase.ROLLOUT):
+    with pytest.raises(RuntimeError, match="died unexpectedly") as caught, bench.recorder.phase(Phase.ROLLOUT):
         die()
     bench.recorder.close()
-    (text,) = [text for text in caplog.messages if text.startswith("Out of")]
+    (text,) = notes(caught.value)
     assert "the kernel killed a process for memory" in text
     assert "limit of the cgroup 1.0 GiB" in text
     assert "killed by the kernel since the start: 1" in text
@@ -206,9 +210,7 @@ def test_the_processes_below_this_one_are_seen(cpu: Bench) -> None:
     assert next(iter(sizes)) == os.getpid()
 
 
-def test_on_a_cpu_what_the_plan_has_for_activations_is_named_though_they_are_gone(
-    cpu: Bench, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_on_a_cpu_what_the_plan_has_for_activations_is_named_though_they_are_gone(cpu: Bench) -> None:
     cpu.recorder.plan = plan("update", 4000 * GIB)
     cpu.residents = [resident("actor_parameters", 4 * MIB)]
     cpu.recorder.begin_step(1)
@@ -216,9 +218,8 @@ def test_on_a_cpu_what_the_plan_has_for_activations_is_named_though_they_are_gon
     def work() -> None:
         raise MemoryError("no more")
 
-    caplog.set_level(logging.ERROR, "plimsoll.memory")
-    with pytest.raises(MemoryError), cpu.recorder.phase(Phase.UPDATE):
+    with pytest.raises(MemoryError) as caught, cpu.recorder.phase(Phase.UPDATE):
         work()
-    (text,) = caplog.messages
+    (text,) = notes(caught.value)
     assert "The largest is host memory that nobody has named" in text
     assert "GiB planned. What to change: lower train.token_budget" in text

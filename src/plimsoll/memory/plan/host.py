@@ -35,7 +35,8 @@ DEVICE_ON_HOST = "device_memory"
 
 PROCESS_BYTES = {"cpu": 24 * MIB, "cuda": int(0.45 * GIB)}
 """cpu: torch 2.13, RssAnon over the start of the worker and over its residents: 2 MiB after the updates of a model of
-0.8 M parameters, 32 MiB after the load of one of 135 M. cuda: context, cuBLAS and NCCL; a part of what is said below."""
+0.8 M parameters, 32 MiB after the load of one of 135 M. cuda: context, cuBLAS and NCCL; a part of what is said
+below."""
 
 ENGINE_BYTES = int(0.9 * GIB)
 """Of an engine that is not ours, in the same process: its imports, compiled graphs and request state. One H200, torch
