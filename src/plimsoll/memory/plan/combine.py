@@ -10,7 +10,7 @@ from plimsoll.memory.plan.constants import KV_SHARE
 from plimsoll.memory.plan.device import GRADIENTS, STEP, exists, phases_of, residents_of, workspace_of
 from plimsoll.memory.plan.engine import borrows_parameters, held_kv, is_native, sequence_bytes, useful_kv
 from plimsoll.memory.plan.job import Job, Machine
-from plimsoll.memory.schedule import NEEDS
+from plimsoll.memory.schedule import NEEDS, Schedule
 
 LEAVING = (names.KV_CACHE, names.ROLLOUT_PARAMETERS, names.OPTIMIZER_STATE, names.ACTOR_PARAMETERS)
 """Who may leave the device, in this order. The first two are dropped and made again, the others copied out and back."""
@@ -143,11 +143,23 @@ class _Combination:
             if together:
                 evicted[word] = tuple(name for name in LEAVING if name in together)
         return Combined(
-            choices=self.choices.model_copy(update={"evicted": evicted}),
+            choices=self.choices.model_copy(update={"evicted": self.lasting(evicted)}),
             missing=max(missing),
             all_missing=sum(missing),
             level=max(used),
         )
+
+    def lasting(self, evicted: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+        """Who is away in which phase: whoever has left comes back when a phase needs it, and not before."""
+        borrows = is_native(self.job) and borrows_parameters(self.job, self.choices)
+        words = dict.fromkeys(phase.partition("/")[0] for phase in self.tables.phases if phase != Phase.LOAD.value)
+        found: dict[str, tuple[str, ...]] = {Phase.LOAD.value: evicted.get(Phase.LOAD.value, ())}
+        away: set[str] = set()
+        for word in (*words, *words):  # a step follows a step
+            needed = Schedule(borrowed=frozenset({names.ROLLOUT_PARAMETERS} if borrows else ())).needs(Phase(word))
+            away = (away | set(evicted.get(word, ()))) - needed
+            found[word] = tuple(name for name in LEAVING if name in away)
+        return {word: gone for word, gone in found.items() if gone}
 
     def kv_bytes(self) -> int:
         """The smaller of what fits and what the work can use; one sequence at least, whether that fits or not."""

@@ -136,7 +136,7 @@ def test_every_node_is_planned_alike_and_the_last_may_hold_fewer_ranks() -> None
     (refusal,) = host_refusals(found, machine)
     assert (refusal.phase, refusal.rank, refusal.need_bytes, refusal.have_bytes) == (HOST, 0, 8 * rank, 5 * GIB)
     assert refusal.largest == PROCESS
-    assert host_refusals(found, gpu(80, ranks=20, ranks_per_node=8, host_gib=6)) == ()
+    assert host_refusals(found, gpu(80, ranks=20, ranks_per_node=8, host_gib=10)) == ()
 
 
 def test_the_page_cache_holds_the_files_that_the_ranks_of_a_node_read() -> None:
