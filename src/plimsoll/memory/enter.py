@@ -83,7 +83,7 @@ class Memory:
         self._schedule, self._policy_version, self._quiesce = schedule, policy_version, quiesce
 
     def admit_staying(self, phase: Phase) -> None:
-        """Bring in what is away and would stay in `phase`: after the load, the parts of an engine that slept through it.
+        """Bring in what is away and would stay in `phase`: after the load, parts of an engine that slept through it.
 
         The plan counts with them from the first phase on; brought in one by one as they are needed they would make the
         first step unlike the others.

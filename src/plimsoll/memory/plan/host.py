@@ -36,7 +36,8 @@ DEVICE_ON_HOST = "device_memory"
 PROCESS_BYTES = {"cpu": 24 * MIB, "cuda": GIB}
 """cpu: torch 2.13, RssAnon over the start of the worker and over its residents: 2 MiB after the updates of a model of
 0.8 M parameters, 32 MiB after the load of one of 135 M. cuda: context, kernels that are loaded at their first call,
-cuBLAS. One H200, torch 2.11, a model of 135 M parameters with our engine: 0.54 GiB over the load, 1.02 after 18 steps."""
+cuBLAS. One H200, torch 2.11, a model of 135 M parameters with our engine: 0.54 GiB over the load, 1.02 after 18
+steps."""
 
 ENGINE_BYTES = int(0.35 * GIB)
 """Of an engine that is not ours, in the same process: its imports, compiled graphs and request state. One H200, torch
