@@ -215,8 +215,12 @@ class _Opening:
     def _memory(self, stack: ExitStack, owners: list[Owner]) -> Memory:
         """`owners` is filled once they are built."""
         device = torch.device(self.plan.device)
-        if device.type == "cpu":
+        release: Callable[[], None] = partial(release_device_cache, device)
+        if device.type == "cpu" and self.job.is_large:
             return_freed_memory()
+        elif device.type == "cpu":
+            # Giving memory back costs time (an update of the quickstart nearly twice its own), and here it is little.
+            release = _keep
 
         def residents() -> list[Resident]:
             return [resident for owner in owners for resident in owner.residents()]
@@ -234,7 +238,7 @@ class _Opening:
             recorder,
             residents=residents,
             schedule=Schedule(),
-            release=partial(release_device_cache, device),
+            release=release,
         )
         stack.callback(memory.close)
         return memory
@@ -359,6 +363,10 @@ class _Opening:
         stack.callback(generation.collector.close)
         self.console.note(generation.sampling_line())
         return generation
+
+
+def _keep() -> None:
+    """The C library's heap keeps what is freed."""
 
 
 def _settle(

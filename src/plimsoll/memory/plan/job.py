@@ -73,7 +73,12 @@ class Job:
         setting = self.recipe.memory.calibration
         if setting != "auto":
             return setting == "on"
-        return device == "cuda" or 4 * self.sizes.num_parameters * ITEMSIZE[self.recipe.model.dtype] >= GIB
+        return device == "cuda" or self.is_large
+
+    @property
+    def is_large(self) -> bool:
+        """Whether parameters, gradients and moments take 1 GiB or more: below, memory on a CPU is no question."""
+        return 4 * self.sizes.num_parameters * ITEMSIZE[self.recipe.model.dtype] >= GIB
 
     @property
     def replicas(self) -> int:
