@@ -148,7 +148,7 @@ def fixed_parts(
         **engine,
         names.CUDA_CONTEXT: max(outside - groups, 0),
         # Not all threads have multiplied yet.
-        names.LIBRARY_BUFFERS: max(device.allocated - held.engine.counted - owned, planned[names.LIBRARY_BUFFERS]),
+        names.KERNEL_BUFFERS: max(device.allocated - held.engine.counted - owned, planned[names.KERNEL_BUFFERS]),
     }
 
 

@@ -314,17 +314,17 @@ def test_fixed_parts_are_what_the_device_shows(tmp_path: Path) -> None:
         interval=1.0,
         engine=device.engine,
     )
-    planned = {f"{names.COMMUNICATOR}/shard": GIB, names.LIBRARY_BUFFERS: 96 * MIB}
+    planned = {f"{names.COMMUNICATOR}/shard": GIB, names.KERNEL_BUFFERS: 96 * MIB}
     takes = {names.KV_CACHE: 7 * GIB, names.ROLLOUT_PARAMETERS: 3 * GIB}
     residents = [owned, buffers]
     assert fixed_parts(recorder.holdings(), residents, takes, planned) == {
         **takes,
         names.CUDA_CONTEXT: 2 * GIB,
-        names.LIBRARY_BUFFERS: GIB,
+        names.KERNEL_BUFFERS: GIB,
     }
     device.free(GIB)  # nobody has multiplied yet
     found = fixed_parts(recorder.holdings(), residents, takes, planned)
-    assert found[names.LIBRARY_BUFFERS] == 96 * MIB
+    assert found[names.KERNEL_BUFFERS] == 96 * MIB
     recorder.close()
 
 

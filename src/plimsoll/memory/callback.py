@@ -30,7 +30,7 @@ from transformers import (
 
 from plimsoll.jsonl import JsonlWriter
 from plimsoll.memory.host import HostReader
-from plimsoll.memory.library import MemoryLedger
+from plimsoll.memory.standalone import MemoryLedger
 
 LOAD, GRADIENTS, STEP, ROLLOUT, EVAL = "load", "update/gradients", "update/step", "rollout", "eval"
 SAVE, BETWEEN = "save", "between"

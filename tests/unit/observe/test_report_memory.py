@@ -11,7 +11,7 @@ from plimsoll.cli import main
 from plimsoll.errors import RunFolderError
 from plimsoll.jsonl import read_jsonl
 from plimsoll.memory.ledger import GIB, MIB
-from plimsoll.memory.library import MemoryLedger
+from plimsoll.memory.standalone import MemoryLedger
 from plimsoll.observe.report.page import write_report
 from plimsoll.observe.report.read import read_run
 from tests.unit.observe.memory_runs import as_older_version, plan, planned_run, write_ledger

@@ -111,14 +111,14 @@ def residents_of(job: Job, choices: Choices, machine: Machine) -> dict[str, int]
         names.KV_CACHE: choices.kv_bytes if job.generates else 0,
         names.ENGINE_BUFFERS: engine_buffers(job),
         names.CUDA_CONTEXT: CUDA_CONTEXT if machine.device == "cuda" else 0,
-        names.LIBRARY_BUFFERS: library_buffers(job) if machine.device == "cuda" else 0,
+        names.KERNEL_BUFFERS: kernel_buffers(job) if machine.device == "cuda" else 0,
         **communicators(job, machine),
     }
     found |= {name: size for name, size in job.measured.items() if found.get(name)}
     return {name: size for name, size in found.items() if size}
 
 
-def library_buffers(job: Job) -> int:
+def kernel_buffers(job: Job) -> int:
     """Of the main thread and of the backward's, and of the thread that an engine of another library is called from."""
     return (2 + int(job.generates and not is_native(job))) * LIBRARY_WORKSPACE
 

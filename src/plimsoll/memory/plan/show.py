@@ -110,7 +110,7 @@ def _grouped(residents: dict[str, int]) -> dict[str, int]:
     """Context, libraries and communicators are one column."""
     found: dict[str, int] = {}
     for name, num_bytes in residents.items():
-        together = name in (names.CUDA_CONTEXT, names.LIBRARY_BUFFERS) or name.startswith(f"{names.COMMUNICATOR}/")
+        together = name in (names.CUDA_CONTEXT, names.KERNEL_BUFFERS) or name.startswith(f"{names.COMMUNICATOR}/")
         key = CONTEXT if together else name
         found[key] = found.get(key, 0) + num_bytes
     return found

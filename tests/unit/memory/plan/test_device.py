@@ -183,7 +183,7 @@ def test_an_engine_of_its_own_has_weights_buffers_and_a_bucket() -> None:
     # A head is made before it is tied, and stays in the pool.
     assert found["rollout_parameters"] == (job.sizes.parameter_bytes(2) + 2 * embedding) // 2 + VLLM_SEGMENTS
     assert 128 * 151936 * 4 < found["engine_buffers"] < 0.5 * GIB
-    assert found["library_buffers"] == 3 * LIBRARY_WORKSPACE
+    assert found["kernel_buffers"] == 3 * LIBRARY_WORKSPACE
     rows = {row.phase: row for row in device_phases(job, choices, gpu(139, ranks=4))}
     assert not rows["load"].residents.keys() & {"rollout_parameters", "kv_cache"}  # asleep while the trainer is built
     assert rows["sync"].workspace == {

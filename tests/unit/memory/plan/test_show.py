@@ -165,5 +165,5 @@ def test_a_figure_and_its_unit_stand_on_one_line(words: int) -> None:
 
 
 def test_libraries_are_part_of_the_contexts_column() -> None:
-    lines = text_of(plan_of().model_copy(update={"phases": (row("save", {**CONTEXT, "library_buffers": GIB}, {}),)}))
+    lines = text_of(plan_of().model_copy(update={"phases": (row("save", {**CONTEXT, "kernel_buffers": GIB}, {}),)}))
     assert lines[lines.index(next(line for line in lines if line.startswith("Device"))) + 2].split()[1] == "3.0"

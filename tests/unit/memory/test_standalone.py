@@ -10,8 +10,8 @@ import torch
 
 from plimsoll.errors import RefusedError
 from plimsoll.memory.device import FakeDevice
-from plimsoll.memory.library import MemoryLedger
 from plimsoll.memory.resident import Place
+from plimsoll.memory.standalone import MemoryLedger
 from plimsoll.observe.report.read import read_run
 from tests.processes import open_files
 

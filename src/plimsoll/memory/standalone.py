@@ -1,6 +1,6 @@
 """The ledger for any torch loop: who holds what in each of its phases, trends, and the table when memory runs out.
 
-    from plimsoll.memory.library import MemoryLedger
+    from plimsoll.memory.standalone import MemoryLedger
 
     with MemoryLedger("runs/mine/memory.jsonl", device="cuda") as ledger:
         ledger.track("parameters", model.parameters)
