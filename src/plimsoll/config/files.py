@@ -114,13 +114,14 @@ def _how_to_make(recipe: Recipe, path: str, recipe_file: Path) -> str:
     if Path(path).parent == Path(recipe.run_root):
         for other in sorted(recipe_file.parent.glob("*.yaml")):
             if other != recipe_file and _name_of(other) == Path(path).name:
-                return f"it is the run of {other}: make it with `plimsoll {_command_of(other)} {other}`"
+                command = "sft" if is_supervised(other) else "train"
+                return f"it is the run of {other}: make it with `plimsoll {command} {other}`"
     return "name a Hugging Face folder, or the folder of a run, in `model.path`"
 
 
-def _command_of(recipe_file: Path) -> str:
-    """A recipe does not say which command it is for; the name of its file does."""
-    return "sft" if "sft" in re.split(r"[^a-z0-9]+", recipe_file.stem.lower()) else "train"
+def is_supervised(recipe_file: Path) -> bool:
+    """A recipe does not say which command it is for, train or sft; the name of its file does."""
+    return "sft" in re.split(r"[^a-z0-9]+", recipe_file.stem.lower())
 
 
 def _name_of(recipe_file: Path) -> str | None:

@@ -2,6 +2,8 @@
 
 import ctypes
 import sys
+from collections.abc import Callable
+from typing import Any
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 THRESHOLD = 2**20
@@ -10,15 +12,9 @@ THRESHOLD = 2**20
 
 def trim_heap() -> None:
     """Give back what is freed and in pages of its own inside glibc's heap: tens of MiB after a backward."""
-    if not sys.platform.startswith("linux"):
-        return
-    try:
-        trim = ctypes.CDLL(None).malloc_trim
-    except (OSError, AttributeError):
-        return
-    trim.argtypes = [ctypes.c_size_t]
-    trim.restype = ctypes.c_int
-    trim(0)
+    trim = _of_glibc("malloc_trim", ctypes.c_size_t)
+    if trim is not None:
+        trim(0)
 
 
 def return_freed_memory() -> bool:
@@ -29,12 +25,20 @@ def return_freed_memory() -> bool:
     much. Setting either threshold also stops it from moving. A block from the system has to be cleared, which costs a
     CPU run some time. Where there is another C library nothing happens.
     """
-    if not sys.platform.startswith("linux"):
+    mallopt = _of_glibc("mallopt", ctypes.c_int, ctypes.c_int)
+    if mallopt is None:
         return False
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return False
-    mallopt.argtypes = [ctypes.c_int, ctypes.c_int]
-    mallopt.restype = ctypes.c_int
     return bool(mallopt(_M_MMAP_THRESHOLD, THRESHOLD)) and bool(mallopt(_M_TRIM_THRESHOLD, THRESHOLD))
+
+
+def _of_glibc(name: str, *arguments: Any) -> Callable[..., int] | None:
+    """A function of the C library of this process; None: it has none by that name."""
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        function = ctypes.CDLL(None)[name]
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = list(arguments)
+    function.restype = ctypes.c_int
+    return function

@@ -18,9 +18,9 @@ from torch.optim.adamw import adamw
 
 from plimsoll.parallel.tensors import local
 from plimsoll.update.adamw import MOMENTS, AdamWSettings
-from plimsoll.weights.arena import ALIGNMENT, HostArena
+from plimsoll.weights.arena import HostArena
 from plimsoll.weights.lanes import lanes_of
-from plimsoll.weights.limits import STREAM_GROUP_BYTES, STREAM_SLOTS
+from plimsoll.weights.limits import STREAM_GROUP_BYTES, STREAM_SLOTS, aligned
 
 _REGION = "optimizer_state"
 _SLICE_ALIGNMENT = 1024
@@ -99,7 +99,7 @@ def plan_stream(parameters: Mapping[str, Tensor], group_bytes: int) -> StreamPla
 
     for name, parameter in parameters.items():
         one = parameter.numel() * parameter.element_size()
-        pair = 2 * _aligned(one)
+        pair = 2 * aligned(one)
         if pair > group_bytes:
             places[name] = ((len(storages), 0), (len(storages) + 1, 0))
             groups += _cut(name, parameter, places[name], group_bytes)
@@ -122,7 +122,7 @@ def _cut(name: str, parameter: Tensor, places: tuple[Place, Place], group_bytes:
     for start in range(0, total, length):
         stop = min(start + length, total)
         num_bytes = (stop - start) * size
-        offsets = (0, _aligned(num_bytes))
+        offsets = (0, aligned(num_bytes))
         runs = tuple(
             Run(place=(storage, first + start * size), num_bytes=num_bytes, offset=offset)
             for (storage, first), offset in zip(places, offsets, strict=True)
@@ -290,7 +290,3 @@ def _placed_as(parameter: Tensor, values: Tensor) -> Tensor:
 
 def _part(slot: Tensor, run: Run) -> Tensor:
     return slot[run.offset : run.offset + run.num_bytes]
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -5,10 +5,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from plimsoll.weights.limits import aligned
 from plimsoll.weights.registered import HostBuffer
-
-ALIGNMENT = 64
-"""Bytes; every storage starts at a multiple of it (a cache line, and more than any dtype needs)."""
 
 
 class HostArena:
@@ -29,7 +27,7 @@ class HostArena:
             places: list[tuple[int, int]] = []
             for num_bytes in sizes:
                 places.append((offset, num_bytes))
-                offset += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+                offset += aligned(num_bytes)
             self._places[name] = places
         self._buffer = HostBuffer(offset, device=device, numa_node=numa_node)
 

@@ -24,14 +24,13 @@ from plimsoll.weights.checkpoint_tables import NAMES_SHOWN
 from plimsoll.weights.files import StoredTensor, WeightFiles
 from plimsoll.weights.host_bytes import host_bytes
 from plimsoll.weights.layout import Transfer, byte_runs, cut_box, local_boxes, local_tensor, run_dim, transfers
+from plimsoll.weights.limits import READERS
 from plimsoll.weights.mapped import MappedFile
 from plimsoll.weights.pieces import ParameterTable, identity_table
 from plimsoll.weights.ring import StagingRing
 
 Source: TypeAlias = Literal["ring", "map"]
 
-_THREADS = {"cpu": 4, "cuda": 8}
-"""More than 8 were slower on a machine of 16 cores."""
 _DIRECT_BYTES = 256 * 1024**2
 """Copied at once from a map to a device, where nothing has to be staged."""
 _SHORT_RUN = 4096
@@ -117,7 +116,7 @@ def read_transfers(
     if not devices:
         return 0
     device = devices.pop()
-    count = _THREADS[device.type] if threads is None else threads
+    count = READERS[device.type] if threads is None else threads
     with ExitStack() as stack:
         if ring is None:
             ring = stack.enter_context(closing(StagingRing(device=device)))

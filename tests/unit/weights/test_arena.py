@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from plimsoll.errors import RunError
-from plimsoll.weights.arena import ALIGNMENT, HostArena
+from plimsoll.weights.arena import HostArena
+from plimsoll.weights.limits import ARENA_ALIGNMENT
 from plimsoll.weights.numa import cpus_of_node, numa_node_of, numa_node_of_slot, numa_nodes, parse_cpu_list
 from plimsoll.weights.registered import HostBuffer
 
@@ -69,7 +70,7 @@ def test_regions_are_exact_aligned_and_do_not_overlap() -> None:
     assert {name: [len(part) for part in arena.region(name)] for name in sizes} == sizes
     assert arena.region("nothing") == ()
     parts = [part for name in sizes for part in arena.region(name)]
-    assert all(part.dtype == torch.uint8 and part.data_ptr() % ALIGNMENT == 0 for part in parts if len(part))
+    assert all(part.dtype == torch.uint8 and part.data_ptr() % ARENA_ALIGNMENT == 0 for part in parts if len(part))
     for number, part in enumerate(parts):
         part.fill_(number + 1)
     assert all(bool((part == number + 1).all()) for number, part in enumerate(parts))

@@ -1,7 +1,6 @@
 """`plimsoll plan`: a recipe in, the plan out. No torch, no weights, no data."""
 
 import json
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from plimsoll.config.checks import check_plan
+from plimsoll.config.files import is_supervised
 from plimsoll.config.load import load_recipe
 from plimsoll.memory.plan.capacity import Objective, assumptions, job_of, machine
 from plimsoll.memory.plan.choose import plan, plan_without_advice
@@ -40,8 +40,3 @@ def run(path: Path, overrides: Sequence[str], *, sft: bool, as_json: bool, curve
     else:
         print(show(found, job, have, points), flush=True)
     return 0 if found.fits else REFUSED
-
-
-def is_supervised(recipe_file: Path) -> bool:
-    """A recipe does not say which command it is for; the name of its file does."""
-    return "sft" in re.split(r"[^a-z0-9]+", recipe_file.stem.lower())

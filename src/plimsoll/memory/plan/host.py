@@ -15,7 +15,7 @@ from plimsoll.memory import names
 from plimsoll.memory.phases import Phase
 from plimsoll.memory.plan.job import GIB, ITEMSIZE, MIB, SLOT, Job, Machine
 from plimsoll.model.sizes import ModelSizes, TensorSize
-from plimsoll.weights.limits import ARENA_ALIGNMENT, READERS, RING_BUFFER_BYTES, RING_BYTES
+from plimsoll.weights.limits import READERS, RING_BUFFER_BYTES, RING_BYTES, aligned
 
 HOST = "host"
 """In the place of a phase, in a refusal of a node's memory."""
@@ -164,7 +164,7 @@ def ranks_by_node(machine: Machine) -> Iterator[range]:
 
 def arena_bytes(sizes: ModelSizes, itemsize: int, ranks: int) -> int:
     """A host arena of one rank's shard: every storage aligned."""
-    return sum(_aligned(tensor.shard_numel(ranks) * itemsize) for tensor in all_tensors(sizes))
+    return sum(aligned(tensor.shard_numel(ranks) * itemsize) for tensor in all_tensors(sizes))
 
 
 def all_tensors(sizes: ModelSizes) -> Iterator[TensorSize]:
@@ -270,7 +270,3 @@ def _columns(job: Job, machine: Machine) -> int:
     if job.objective == "policy":
         samples *= recipe.rollout.samples_per_prompt
     return -(-samples // machine.ranks) * job.longest_sequence * COLUMN_BYTES
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ARENA_ALIGNMENT) * ARENA_ALIGNMENT

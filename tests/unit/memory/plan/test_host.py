@@ -52,8 +52,9 @@ def tiny(**sections: dict[str, Any]) -> Job:
 
 
 def test_constants_are_those_of_the_code_that_takes_the_memory() -> None:
-    assert limits.ARENA_ALIGNMENT == arena.ALIGNMENT
-    assert limits.READERS == read._THREADS  # pyright: ignore[reportPrivateUsage]
+    assert limits.ARENA_ALIGNMENT == 64
+    assert arena.HostArena({"odd": [1, 65]}, device=torch.device("cpu")).num_bytes == 64 + 128
+    assert read.READERS is limits.READERS
     for device in ("cpu",):
         made = ring.StagingRing(device=torch.device(device))
         assert (made.num_bytes, made.buffer_bytes) == (limits.RING_BYTES, limits.RING_BUFFER_BYTES[device])
@@ -64,7 +65,7 @@ def test_streamed_moments_take_what_the_streamed_optimizer_lays_out() -> None:
     parameters = {tensor.name: torch.empty(tensor.shape, device="meta") for tensor in all_tensors(job.sizes)}
     for group_bytes in (2**12, 2**16, limits.STREAM_GROUP_BYTES):  # slices of large ones; shared storages; all in one
         storages = plan_stream(parameters, group_bytes).storages
-        taken = sum(-(-size // arena.ALIGNMENT) * arena.ALIGNMENT for size in storages)
+        taken = sum(-(-size // limits.ARENA_ALIGNMENT) * limits.ARENA_ALIGNMENT for size in storages)
         found = host_consumers(job, make_choices(optimizer_state="streamed"), cpu(1), row("update/step"))
         assert found["optimizer_state"] == taken
 
